@@ -1,7 +1,8 @@
 """Measures the start of a pipe over N processes on this host: `python -m bench.startup`.
 
 Seconds count from the moment at which the first process is spawned. Messages of the rendezvous are those that gpipe
-sends while it connects the processes; gloo sends its own. Each process has one layer.
+sends while it connects the processes; gloo sends its own. Each process has one layer. The last two columns are for
+processes that treat each other as processes on other hosts.
 """
 
 import argparse
@@ -12,9 +13,11 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,6 +27,7 @@ from torch.nn.functional import mse_loss
 import gpipe
 from bench.machine import facts
 from bench.report import describe, table, write
+from gpipe.distributed import linking, rendezvous
 from gpipe.distributed.endpoint import Endpoint
 from gpipe.distributed.rendezvous import WorldChannel
 
@@ -62,6 +66,16 @@ def resources() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
+@contextmanager
+def apart(rank: int) -> Iterator[None]:
+    """Makes this process treat the other processes as processes on other hosts."""
+    with (
+        patch.object(rendezvous, "host_name", return_value=f"host {rank}"),
+        patch.object(linking, "own_host", return_value="127.0.0.1"),
+    ):
+        yield
+
+
 def serve(processes: int) -> None:
     """Runs one of the processes, and prints its measurements as JSON."""
     spawned, found = float(os.environ[SPAWNED]), dict[str, Any]()
@@ -87,6 +101,11 @@ def serve(processes: int) -> None:
         counted.take()
         pipe.step(rows, rows, mse_loss)
         found["messages"] = counted.take()[0]
+    dist.barrier()
+    with apart(dist.get_rank()), gpipe.GPipe(layers, processes, M, driver="process", seed=0) as pipe:
+        pipe.step(rows, rows, mse_loss)
+        note("apart")
+        dist.barrier()
     if dist.get_rank():
         dist.gather_object(found, None)
     else:
@@ -125,7 +144,9 @@ def row_of(processes: int, rounds: Sequence[Sequence[dict[str, Any]]]) -> list[s
     last = rounds[-1]
     messages, size = map(max, zip(*(each["rendezvous"] for each in last), strict=True))
     steps = [each["messages"] for each in last]
-    group, pipe = ([max(each[name]["resources"][at] for each in last) for at in (0, 1)] for name in ("group", "step"))
+    group, pipe, hosts = (
+        [max(each[name]["resources"][at] for each in last) for at in (0, 1)] for name in ("group", "step", "apart")
+    )
     return [
         str(processes),
         f"{seconds('imported'):.1f}",
@@ -138,6 +159,8 @@ def row_of(processes: int, rounds: Sequence[Sequence[dict[str, Any]]]) -> list[s
         f"{steps[0]}, {max(steps[1:])}",
         f"{group[0]} -> {pipe[0]}",
         f"{group[1]} -> {pipe[1]}",
+        str(hosts[0]),
+        str(hosts[1]),
     ]
 
 
@@ -153,6 +176,8 @@ HEAD = (
     "messages of a later step: rank 0, most of another",
     "descriptors, with the group -> with the pipe",
     "threads, with the group -> with the pipe",
+    "descriptors between hosts",
+    "threads between hosts",
 )
 
 

@@ -428,8 +428,7 @@ class Endpoint:
         """Reports an exception of this process to the other processes. Aborts NCCL groups if a process is lost."""
         report = Report.of(error, self.detector.run, self.rank)
         self._failed_run = self.detector.run
-        for connection in self.connections.values():
-            connection.control.send(report.write())
+        self._send_report(report)
         is_gone = any(connection.control.gone for connection in self.connections.values())
         if self._groups is not None and (is_gone or not report.type_name):
             self._groups.end()
@@ -438,7 +437,9 @@ class Endpoint:
         """Reports an exception to all other processes, for the next run, in which this process will not take part."""
         run = self.detector.run
         where = "" if self._failed_run == run else f"outside any step, after {run} run{'s' * (run != 1)}"
-        report = Report.of(error, run + 1, self.rank, where)
+        self._send_report(Report.of(error, run + 1, self.rank, where))
+
+    def _send_report(self, report: Report) -> None:
         for connection in self.connections.values():
             connection.control.send(report.write())
 
@@ -465,9 +466,9 @@ class Endpoint:
 
         A process that still needs this process reports the reason in an error.
         """
+        if reason:
+            self._send_report(Report(0, self.rank, "", reason))
         for connection in self.connections.values():
-            if reason:
-                connection.control.send(Report(0, self.rank, "", reason).write())
             connection.close()
         self._query.close()
 

@@ -8,7 +8,7 @@ its process is stopped or other code holds the GIL.
 import ctypes
 import json
 import math
-import mmap
+import os
 import select
 import selectors
 import socket
@@ -19,6 +19,8 @@ import traceback
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import NamedTuple, NoReturn, Self, TypeAlias
+
+import torch
 
 from gpipe.distributed.codec import PeerClosed, decoding
 from gpipe.distributed.connection import BLOCKED, Connection
@@ -64,25 +66,24 @@ class Status(ctypes.Structure):
     @classmethod
     def create_in(cls, folder: str) -> Self:
         """Creates the status of this process in a new memory-mapped file in a folder."""
-        with open(f"{folder}/status", "x+b") as file:
+        with open(f"{folder}/status", "xb") as file:
             file.write(bytes(ctypes.sizeof(cls)))
-            file.flush()
-            status = cls.from_buffer(mmap.mmap(file.fileno(), 0))
+        status = cls.from_buffer(map_status(folder))
         status.reach(0, -1)
         return status
-
-    @staticmethod
-    def map_from(folder: str) -> mmap.mmap:
-        """Maps the status file of another process read-only."""
-        with open(f"{folder}/status", "rb") as file:
-            return mmap.mmap(file.fileno(), ctypes.sizeof(Status), prot=mmap.PROT_READ)
 
     def reach(self, run: int, at: int) -> None:
         """Records that the process begins an action."""
         self.run, self.at, self.layers, self.waits, self.since = run, at, 0, False, time.monotonic()
 
 
-StatusMemory: TypeAlias = Status | mmap.mmap
+StatusMemory: TypeAlias = Status | memoryview
+
+
+def map_status(folder: str) -> memoryview:
+    """Maps the status file of a process. Unlike `mmap`, torch does not keep a descriptor for each mapped file."""
+    os.stat(path := f"{folder}/status")  # torch would create a missing file
+    return torch.from_file(path, shared=True, size=ctypes.sizeof(Status), dtype=torch.uint8).numpy().data
 
 
 class StatusQuery:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from gpipe.distributed.communicator import all_gather_checked
 from gpipe.distributed.connection import BLOCKED, Connection, TcpConnection
 from gpipe.distributed.endpoint import Endpoint
-from gpipe.distributed.failures import REPORT_SECONDS, Status, StatusMemory, StatusQuery
+from gpipe.distributed.failures import REPORT_SECONDS, Status, StatusMemory, StatusQuery, map_status
 from gpipe.distributed.folder_rendezvous import FolderRendezvous
 from gpipe.distributed.mesh import Position
 from gpipe.distributed.nccl import NcclGroups
@@ -105,7 +105,7 @@ def connect(
         sockets: dict[tuple[int, str], socket.socket] = {}
         try:
             for peer in local - {position.rank}:
-                shared[peer] = Status.map_from(addresses[peer].folder)
+                shared[peer] = map_status(addresses[peer].folder)
             for peer, stream in earlier:
                 greeting = hello(token, position.rank, stream)
                 end = dial(addresses[peer], greeting, silence, local=peer in local, tls=tls)
