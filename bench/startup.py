@@ -90,8 +90,8 @@ def serve(processes: int) -> None:
     note("group")
     torch.manual_seed(0)
     before = time.process_time()
-    layers = [nn.Linear(8, 8) for _ in range(processes)]
-    with gpipe.GPipe(layers, processes, M, driver="process", seed=0) as pipe:
+    layers = [[nn.Linear(8, 8) for _ in range(processes)] for _ in range(2)]
+    with gpipe.GPipe(layers[0], processes, M, driver="process", seed=0) as pipe:
         found["cpu"] = time.process_time() - before
         note("pipe")
         found["rendezvous"] = counted.take()
@@ -102,7 +102,7 @@ def serve(processes: int) -> None:
         pipe.step(rows, rows, mse_loss)
         found["messages"] = counted.take()[0]
     dist.barrier()
-    with apart(dist.get_rank()), gpipe.GPipe(layers, processes, M, driver="process", seed=0) as pipe:
+    with apart(dist.get_rank()), gpipe.GPipe(layers[1], processes, M, driver="process", seed=0) as pipe:
         pipe.step(rows, rows, mse_loss)
         note("apart")
         dist.barrier()

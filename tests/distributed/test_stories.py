@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.distributed import linking, rendezvous
+from gpipe.distributed.failures import map_status
 from tests.support.endpoints import LIMIT
 from tests.support.jobs.training import Json
 from tests.support.plain_loop import plain_loop, squares, weights_of
@@ -378,16 +379,15 @@ def interrupted_in_a_message(rank: int, world: int) -> str:
 
 def interrupted_while_linking(rank: int, world: int) -> str:
     """Ctrl-C comes to rank 0 while it looks at the others, which look for it once it has taken its folder away."""
-    look = linking.map_status
 
-    def map_status(folder: str) -> object:
+    def look(folder: str) -> object:
         if not rank:
             raise KeyboardInterrupt
         while Path(folder).exists():
             time.sleep(0.001)
-        return look(folder)
+        return map_status(folder)
 
-    with mock.patch.object(linking, "map_status", map_status), mock.patch.object(linking, "REPORT_SECONDS", LIMIT):
+    with mock.patch.object(linking, "map_status", look), mock.patch.object(linking, "REPORT_SECONDS", LIMIT):
         return repr(raised_by(lambda: pipe_of(world)))
 
 

@@ -414,6 +414,7 @@ class Connection:
         """Ends the connection without waiting. The descriptors are closed with this object."""
         for end in (self._stream, self.control.socket):
             with suppress(OSError):  # it is closed already
+                # SSLSocket.shutdown would make a sending thread continue without encryption.
                 socket.socket.shutdown(end, socket.SHUT_RDWR)
 
 
@@ -563,10 +564,7 @@ class TcpConnection(Connection):
             self._notify.send(b"!")
 
     def close(self) -> None:
-        self._outbox.put(None)
-        for end in (self._stream, self._outgoing, self.control.socket):
-            with suppress(OSError):  # SSLSocket.shutdown would make a sending thread continue without encryption
-                socket.socket.shutdown(end, socket.SHUT_RDWR)
+        self.abandon()
         self._stream.close()
         self._room.release()
         for thread in self._threads:
@@ -576,7 +574,7 @@ class TcpConnection(Connection):
     def abandon(self) -> None:
         self._outbox.put(None)
         super().abandon()
-        with suppress(OSError):
+        with suppress(OSError):  # it is closed already
             socket.socket.shutdown(self._outgoing, socket.SHUT_RDWR)
 
     def drop(self) -> None:

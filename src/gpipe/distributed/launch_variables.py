@@ -53,14 +53,7 @@ LAUNCHERS = (
         "OMPI_COMM_WORLD_LOCAL_SIZE",
         ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     ),
-    Launcher(
-        "srun",
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_LOCALID",
-        "",
-        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
-    ),
+    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", ("SLURM_JOB_ID", "SLURM_STEP_ID")),
     Launcher("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_FD", "HYDI_CONTROL_FD")),
 )
 

@@ -34,12 +34,10 @@ class SingleProcess(Communicator):
 
     Attributes:
         position: The position in the mesh, or None for a single process.
-        survives: Whether the pipe continues after the loss of a replica.
         context: A function that creates the context of a run.
     """
 
     position: Position | None = None
-    survives = False
 
     def __init__(self, engine: PipelineStages) -> None:
         self.engine = engine
