@@ -82,7 +82,7 @@ StatusMemory: TypeAlias = Status | memoryview
 
 def map_status(folder: str) -> memoryview:
     """Maps the status file of a process. Unlike `mmap`, torch does not keep a descriptor for each mapped file."""
-    os.stat(path := f"{folder}/status")  # torch would create a missing file
+    os.close(os.open(path := f"{folder}/status", os.O_RDONLY))  # raises an OSError; torch would create a missing file
     return torch.from_file(path, shared=True, size=ctypes.sizeof(Status), dtype=torch.uint8).numpy().data
 
 
