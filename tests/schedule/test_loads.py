@@ -1,5 +1,7 @@
 """LOAD and FREE: what is placed is lawful, few stages are loaded at once, and few LOADs are needed."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,3 +77,53 @@ def test_weights_that_are_away_are_refused(row: str, message: str) -> None:
 
 def test_a_number_of_a_load_is_read_as_it_is_printed() -> None:
     assert str(parse_action("2LOAD1")) == "2LOAD1"
+
+
+SIZES = st.builds(
+    StageCost,
+    forward=st.just(1.0),
+    backward=st.just(2.0),
+    boundary=st.integers(0, 9),
+    activations=st.integers(0, 99),
+    working=st.integers(0, 99),
+    loaded=st.integers(0, 99),
+    gradients=st.integers(0, 99),
+)
+
+
+@LAW
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 5), st.integers(1, 4), st.data())
+def test_a_rank_holds_the_weights_and_gradients_of_few_stages(
+    k: int, v: int, m: int, resident: int, data: st.DataObject
+) -> None:
+    costs = data.draw(st.lists(SIZES, min_size=k * v, max_size=k * v))
+    loaded = place_loads(lowered(k, v, m), range(k * v), resident)
+    for rank, peak in enumerate(simulate(loaded, costs).peak_bytes):
+        held = [cost for cost, other in zip(costs, loaded.rank_of, strict=True) if other == rank]
+        state = (resident + 1) * max(cost.loaded + cost.gradients for cost in held)
+        assert peak <= state + m * sum(cost.boundary for cost in held) + max(c.activations + c.working for c in held)
+    weights = simulate(loaded, [StageCost(1.0, 2.0, loaded=1)] * k * v).peak_bytes
+    assert weights == (min(resident, v),) * k
+    gradients = simulate(loaded, [StageCost(1.0, 2.0, gradients=1)] * k * v).peak_bytes
+    assert gradients == (min(2, v),) * k  # of one stage, and of one more in the copy of a FREE
+
+
+def test_gradients_exist_from_the_first_backward_until_the_next_free() -> None:
+    loaded = place_loads(lowered(1, 3, 1), range(3))
+    costs = [StageCost(1.0, 2.0, gradients=10**stage) for stage in range(3)]
+    assert simulate(loaded, costs).peak_bytes == (110,)  # in 1B0, while 2FREE0 copies
+    costs[2] = replace(costs[2], loaded=50, boundary=7)
+    assert simulate(loaded, costs).peak_bytes == (157,)  # in 2B0
+
+
+def test_a_free_copies_gradients_only_after_backwards() -> None:
+    loaded = place_loads(lowered(1, 3, 1), range(3))
+    spans = simulate(loaded, [StageCost(1.0, 2.0, load=5.0, unload=7.0)] * 3).timeline.spans
+    seconds = {str(span.action): span.end - span.start for span in spans}
+    assert (seconds["0FREE0"], seconds["0FREE1"], seconds["0LOAD0"]) == (0.0, 7.0, 5.0)
+
+
+def test_a_free_waits_for_the_preceding_one() -> None:
+    loaded = place_loads(lowered(1, 4, 1), range(4))
+    spans = {str(s.action): s for s in simulate(loaded, [StageCost(1.0, 2.0, unload=50.0)] * 4).timeline.spans}
+    assert spans["0R0"].start >= spans["2FREE0"].end > spans["1B0"].end

@@ -117,10 +117,11 @@ def _split(arguments: Arguments, settings: Settings, placement: Placement, remat
     else:
         cuts = Partition.of_sizes(arguments.partitions, work)
     costs = costs_of(cuts)
-    held, limits = None, list[float]()
+    held, limits, on_host = None, list[float](), settings.resident is not None
+    count_bytes = partial(_count_bytes, layers, sample, cuts, splits, on_host=on_host)
     full_program = partial(_program, schedule, placement, arguments.micro_batches)
     if arguments.fits_remat:
-        held, limits = _count_bytes(layers, sample, cuts, splits), memory_limits(arguments.memory, devices)
+        held, limits = count_bytes(), memory_limits(arguments.memory, devices)
         try:
             remat = fitting_remat(full_program(), held, limits)
         except ValueError as error:
@@ -128,9 +129,9 @@ def _split(arguments: Arguments, settings: Settings, placement: Placement, remat
                 f"remat='auto': {error}. Use more partitions, more micro-batches, different split points, or more "
                 f"memory."
             ) from None
-    elif {"offload", "offload_inputs"} & {*remat} and sample is not None:
+    elif (on_host or {"offload", "offload_inputs"} & {*remat}) and sample is not None:
         with suppress(UncountableError):  # Then the prediction ignores transfers to the host, as without a sample.
-            held = _count_bytes(layers, sample, cuts, splits)
+            held = count_bytes()
     if held is not None:
         costs = tuple(cost.with_bytes_of(size) for cost, size in zip(costs, held, strict=True))
         if measured is not None:
@@ -219,10 +220,12 @@ def find_costs(costs: Costs, layers: Sequence[nn.Module], sample: Tree) -> Seque
     return count_parameters(layers) if costs is None or isinstance(costs, str) else costs
 
 
-def _count_bytes(layers: Sequence[nn.Module], sample: Tree, cuts: Partition, splits: bool) -> tuple[StageCost, ...]:
+def _count_bytes(
+    layers: Sequence[nn.Module], sample: Tree, cuts: Partition, splits: bool, *, on_host: bool
+) -> tuple[StageCost, ...]:
     """Returns the memory cost of each stage, in bytes, for the sample as one micro-batch."""
     profile = profile_layers(layers, {ONE: sample}, [""] * len(layers), parts=splits).of_micro_batch(ONE)
-    return tuple(profile.cost(first, end, speed=1.0) for first, end in cuts.bounds)
+    return tuple(profile.cost(first, end, speed=1.0, on_host=on_host) for first, end in cuts.bounds)
 
 
 def memory_limits(memory: Any, devices: Sequence[torch.device]) -> list[float]:

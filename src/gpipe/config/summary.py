@@ -6,7 +6,7 @@ from torch.nn.parameter import is_lazy
 
 from gpipe.config.arguments import Settings
 from gpipe.planner.search.plan import Plan
-from gpipe.planner.search.units import format_seconds
+from gpipe.planner.search.units import format_bytes, format_seconds
 from gpipe.schedule.action import Kind
 from gpipe.schedule.schedules import Schedule
 from gpipe.schedule.simulate import Prediction, equal_bubble
@@ -79,4 +79,7 @@ def _step(schedule: Schedule, plan: Plan, prediction: Prediction) -> Iterator[st
         f"predicted step: {seconds}{prediction.bubble:.1%} idle, including recomputation, if each partition has its "
         f"own device"
     )
+    yield from plan.explain_host()
+    if plan.resident is not None and prediction.peak_bytes is not None:
+        yield f"predicted memory of a rank: at most {format_bytes(max(prediction.peak_bytes))}"
     yield from plan.explain_load()

@@ -127,6 +127,7 @@ def _profile(
         recompute=_line(work, lambda each: each.recompute or 0.0) if is_redone else None,
         **{kind: _line(counts, attrgetter(kind)) for kind in COUNTED_BYTES},
         state=_bytes_of(stored_in([layer])) + trained * (1 + optimizer_numbers),
+        weights=_bytes_of(layer.parameters()),
         gradients=trained,
         buffers=buffers,
         halves=tuple(_line(each, float) for each in halves) if halves[0] else None,

@@ -5,10 +5,11 @@ allocated and freed.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gpipe._torch.trees import tree_leaves
@@ -17,10 +18,11 @@ from gpipe.features.split_backward import SplitBackward
 from gpipe.planner.watch import Watch
 from gpipe.runtime.compiled_table import CompiledAction
 from gpipe.runtime.run import Rank, Run
-from gpipe.schedule.action import Kind
+from gpipe.schedule.action import STREAMS, Kind
 from gpipe.schedule.rules import BACKWARD_PARTS
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.dtensor import is_sharded, local_tensor
+from gpipe.stages.host_weights import is_on_host
 from gpipe.stages.memory_layout import storage_address
 from gpipe.stages.quantized import is_quantized, pieces_of, stored_in
 from gpipe.stages.tree import tensors_in
@@ -37,10 +39,10 @@ class Held:
         gradients: Gradients of parameters.
         optimizer: States of optimizers whose `step` was called during the recording.
         boundary: Tensors from other ranks: boundary tensors, their gradients, and gathered weights. A tensor that two
-            ranks keep counts on both ranks, as if each rank had its own device. None if activations were not
-            recorded.
+            ranks keep counts on both ranks, as if each rank had its own device. With `weights="host"`, also loaded
+            weights. None if activations were not recorded.
         inside: All other tensors that operations create: activations kept for the backward pass, tensors sent to
-            other ranks, and temporary tensors. None if activations were not recorded.
+            other ranks, temporary tensors, and gradients of loaded weights. None if activations were not recorded.
 
     >>> Held(weights=100, gradients=100, optimizer=200, boundary=20, inside=30).total
     450
@@ -105,6 +107,11 @@ class Watches:
         if kind is Kind.UNSHARD:
             for weight in _under_fully_shard(rank, step):
                 watch.add(weight)
+        for tensor in _copied_from_host(run, rank, step) if kind in STREAMS else ():
+            if kind is Kind.LOAD:
+                watch.add(tensor)
+            else:
+                watch.give_up(tensor)
         if kind is Kind.FETCH and (offload := run.feature(Offload)) is not None:
             moved = offload.activations[step.stage, step.micro_batch].moved
             watch.see((), [storage.saved[0].tensor for storage in moved])
@@ -136,28 +143,49 @@ def _under_fully_shard(rank: Rank, step: CompiledAction) -> Iterable[Tensor]:
     return dict.fromkeys(p for module in sharded for p in module.parameters())
 
 
+def _copied_from_host(run: Run, rank: Rank, step: CompiledAction) -> Iterator[Tensor]:
+    """Yields the tensors on the host that a LOAD copies. They have the same size as the copies."""
+    stage = rank.stages[step.stage].stage
+    uses = run.compiled.program.uses_of[step.action._replace(kind=Kind.LOAD)]
+    for weight in run.aliases.weights_of(stage):
+        if is_on_host(weight, stage.device):
+            yield weight
+            if weight.grad is not None and any(use.kind in BACKWARD_PARTS for use in uses):
+                yield weight.grad
+
+
 def _address(tensor: Tensor) -> int:
     """Returns the address of a tensor's storage. For a quantized weight, returns the address of its first tensor."""
     return storage_address(pieces_of(tensor)[0] if is_quantized(tensor) else tensor)
 
 
 def measure_held(
-    modules: Iterable[nn.Module], states: Iterable[Mapping[Tensor, Any]], peak: tuple[int, int] | None
+    modules: Iterable[nn.Module],
+    states: Iterable[Mapping[Tensor, Any]],
+    peak: tuple[int, int] | None,
+    streaming: torch.device | None = None,
 ) -> Held:
     """Returns the peak memory of a rank.
 
     Args:
         modules: The layers of the rank.
         states: The states of optimizers, by parameter.
-        peak: The peak activation memory of the rank from `Watches.peaks`, or None if unknown.
+        peak: The peak activation memory of the rank from `Watches.peaks`, or None if unknown. This includes loaded
+            weights and their gradients.
+        streaming: The device of the rank, if its weights are on the host and do not count. Default: None.
     """
-    parameters = dict.fromkeys(p for module in modules for p in module.parameters())
+    modules = list(modules)
+
+    def counts(tensor: Tensor) -> bool:
+        return streaming is None or not is_on_host(tensor, streaming)
+
+    parameters = dict.fromkeys(filter(counts, (p for module in modules for p in module.parameters())))
     # The peak of activations includes the unsharded gradients of sharded parameters.
     unsharded = [p for p in parameters if peak is None or not hasattr(p, "to_local")]
     gradients = [p.grad for p in unsharded if p.grad is not None]
     optimizer = [state.get(p) for state in states for p in parameters]
     return Held(
-        _bytes(stored_in(modules)),
+        _bytes(filter(counts, stored_in(modules))),
         _bytes(gradients) or _bytes([p for p in unsharded if p.requires_grad]),
         _bytes(leaf for leaf in tree_leaves(optimizer) if isinstance(leaf, Tensor)),
         *(peak or (None, None)),

@@ -168,11 +168,14 @@ class Recording(Recorder):
         """Returns the peak memory of each rank of this process, with activations if `record(pipe, memory=True)`.
 
         Gradients of trainable parameters count even before they exist. The state of an optimizer counts after the
-        first `step` of the optimizer.
+        first `step` of the optimizer. With `weights="host"`, weights and gradients count while they are on the
+        device, as parts of the activations.
         """
         states, peaks = list(self._states.values()), {} if self._watches is None else self._watches.peaks()
+        streaming = [None if self._pipe.plan.resident is None else device for device in self._pipe.devices]
         return {
-            rank: measure_held(modules, states, peaks.get(rank)) for rank, modules in sorted(self._layers().items())
+            rank: measure_held(modules, states, peaks.get(rank), streaming[rank])
+            for rank, modules in sorted(self._layers().items())
         }
 
     def metrics(self) -> dict[str, float]:

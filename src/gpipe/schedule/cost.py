@@ -42,6 +42,9 @@ class StageCost:
         working_weight: Bytes of temporary tensors in a weight-gradient pass.
         recorded: Bytes that a verified step copies for its replay.
         gradients: Bytes of the gradients of the weights. The replay needs these bytes a second time.
+        loaded: Bytes of the weights that LOAD copies from host memory. 0 if all weights stay on the device. Otherwise
+            `state` has only the bytes that stay on the device.
+        on_host: Bytes of weights, gradients and optimizer state in host memory.
 
     >>> StageCost(1.0, 2.0, backward_input=1.0, backward_weight=3.0).weight_share
     0.75
@@ -72,6 +75,8 @@ class StageCost:
     working_weight: int = 0
     recorded: int = 0
     gradients: int = 0
+    loaded: int = 0
+    on_host: int = 0
 
     def divided_by(self, slices: float) -> "StageCost":
         """Returns the cost of one of `slices` equal slices of the micro-batch. All slices count as equally expensive.
@@ -86,11 +91,17 @@ class StageCost:
     def with_host(self, bytes_per_second: float, remat: object = "offload") -> "StageCost":
         """Returns a cost with the seconds of copies at this speed: of the inputs, or by default of the activations.
 
+        If the weights are on the host, the cost also has the seconds of LOAD and FREE.
+
         >>> StageCost(1.0, 2.0, boundary=8, activations=80).with_host(4.0, "offload_inputs").move
         2.0
+        >>> StageCost(1.0, 2.0, loaded=8, gradients=6).with_host(4.0).unload
+        1.5
         """
         moved = self.boundary if remat == "offload_inputs" else self.activations
-        return replace(self, move=moved / bytes_per_second)
+        unload = self.gradients if self.loaded else 0
+        move, load, unload_seconds = (size / bytes_per_second for size in (moved, self.loaded, unload))
+        return replace(self, move=move, load=load, unload=unload_seconds)
 
     def with_bytes_of(self, counted: "StageCost") -> "StageCost":
         """Returns a cost with the seconds of this cost and the bytes of `counted`.
@@ -109,7 +120,8 @@ class StageCost:
         late = self.boundary + self.activations if self.late is None else self.late
         working_input = self.working if self.working_input is None else self.working_input
         held = self.boundary, self.activations, self.working, self.gathered
-        return *held, self.sent_forward, self.sent_backward, late, working_input, self.working_weight
+        sent = self.sent_forward, self.sent_backward
+        return *held, *sent, late, working_input, self.working_weight, self.loaded, self.gradients
 
     @property
     def recompute_seconds(self) -> float:

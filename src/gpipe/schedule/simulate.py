@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 from typing import Literal, TypeAlias
 
@@ -26,8 +26,9 @@ UNIT_COST = StageCost(forward=1.0, backward=2.0, backward_input=1.0, backward_we
 """One unit of time for each of F, I and W, and two for B, which is I and W together."""
 
 BOUNDARY, ACTIVATIONS, WORKING, GATHERED, VALUE, GRADIENT, LATE, WORKING_INPUT, WORKING_WEIGHT = range(9)
+LOADED, LOADED_GRADIENTS = range(9, 11)
 """Indices into `StageCost.sizes`. VALUE and GRADIENT are forward and backward outputs that a different rank still
-needs."""
+needs. LOADED_GRADIENTS are the gradients of loaded weights."""
 
 MicroBatches: TypeAlias = frozenset[int | None]
 Recomputed: TypeAlias = Mapping[int, MicroBatches]  # by stage
@@ -59,6 +60,8 @@ def simulate(program: Program, costs: Costs, duration: Callable[[Action], float]
     - A message arrives `costs[stage].send` seconds after it was sent, or after the preceding message on the same link
       and in the same direction.
     - Each rank runs its OFFLOAD and FETCH actions one after the other.
+    - Each rank runs its LOAD actions one after the other, and its FREE actions. A FREE copies only gradients, so it
+      takes no time after forwards.
     - Each rank runs its UNSHARD and REDUCE actions one after the other. The timeline shows a REDUCE after all other
       actions, with the time that the rank waits for it.
 
@@ -103,12 +106,17 @@ class Simulator:
         self._steps: list[tuple[int, int | None, tuple[int, ...]]] = []  # rank, link if it has one, steps awaited
         self._links: dict[tuple[int, int], int] = {}
         self._list_steps(messages)
-        kinds = [(a.kind, a.stage, a.route is not None and a.carries_gradient) for a in self._actions]
+        kinds = [(a.kind, a.stage, self._carries_gradient(a)) for a in self._actions]
         by_kind = dict(zip(kinds, self._actions, strict=True))
         self._of_each_cost, place = list(by_kind.values()), {kind: at for at, kind in enumerate(by_kind)}
         self._cost_of = [place[kind] for kind in kinds]  # the index of the action with the same cost
         backwards = ((step, a) for step, a in enumerate(self._actions) if a.kind in BACKWARDS)
         self._backwards = {(a.stage, a.micro_batch): step for step, a in backwards}
+
+    def _carries_gradient(self, action: Action) -> bool:
+        if action.kind is Kind.FREE:
+            return any(use.kind in BACKWARD_PARTS for use in self.program.uses_of[action._replace(kind=Kind.LOAD)])
+        return action.route is not None and action.carries_gradient
 
     def _find_turns(self, recomputed: bool) -> dict[Action, tuple[int, int]]:
         """Returns the tick and rank of each action, if ranks advance in lockstep, with or without recomputation.
@@ -139,7 +147,7 @@ class Simulator:
         rank_of = self.program.rank_of
         step_of: dict[Action, int] = {}
         sent: dict[tuple[Action, int], list[int]] = {}  # by source action and receiving stage
-        last_move: list[list[int]] = [[] for _ in self.program.table]  # by rank
+        last_move: dict[tuple[int, bool], list[int]] = {}  # by rank, for OFFLOAD and FETCH, and for FREE
         asynchronous = {Kind.RECEIVE, Kind.UNSHARD, *MOVES, *STREAMS}
         for rank, _, action, needed in linearize_with_needs(self.program):
             if action.kind is Kind.RECEIVE:
@@ -147,8 +155,9 @@ class Simulator:
                 continue
             awaited = [need for need in needed if need.kind in asynchronous or rank_of[need.stage] != rank]
             steps = [step for need in awaited for step in sent.get((need, action.stage)) or [step_of[need]]]
-            if action.kind in MOVES:
-                steps, last_move[rank] = [*steps, *last_move[rank]], [len(self._actions)]
+            if action.kind in {Kind.FREE, *MOVES}:
+                key = rank, action.kind is Kind.FREE
+                steps, last_move[key] = [*steps, *last_move.get(key, ())], [len(self._actions)]
             step_of[action] = self._add(rank, action, tuple(steps))
             for send in crossing(action, self.program) if messages else ():
                 sent.setdefault((action, send.peer.stage), []).append(self._add(rank, send, ()))
@@ -167,7 +176,8 @@ class Simulator:
         return len(self._actions) - 1
 
     def _seconds(self, costs: Costs) -> list[float]:
-        each = [seconds(action, costs) for action in self._of_each_cost]
+        timed = (action.kind is not Kind.FREE or self._carries_gradient(action) for action in self._of_each_cost)
+        each = [is_timed and seconds(a, costs) for a, is_timed in zip(self._of_each_cost, timed, strict=True)]
         return [each[index] for index in self._cost_of]
 
     def _recompute_seconds(self, costs: Costs, recomputed: Recomputed) -> list[float]:
@@ -256,13 +266,15 @@ class Simulator:
           Outputs count only if their stage recomputes: otherwise they are part of the activations.
         - An output for the next stage on the same rank is part of the activations. Such an output does not count
           again as an input.
+        - Loaded weights exist from LOAD to FREE. Their gradients exist from the first backward to the next FREE of
+          the rank, which waits for the copy. Gradients of earlier mini-batches would exist from LOAD on.
         """
         rank = self.program.rank_of[stage]
         row = self._row(rank)
         moves = [index for index, action in enumerate(row) if action.kind in MOVES]
         places: dict[int, dict[int | None, dict[Kind, int]]] = {stage: {}, stage + 1: {}}  # by micro-batch
         for index, action in enumerate(row):
-            if action.stage in places:
+            if action.stage in places and action.kind not in STREAMS:
                 places[action.stage].setdefault(action.micro_batch, {})[action.kind] = index
         here, following = places.values()
 
@@ -276,6 +288,7 @@ class Simulator:
             held[shards[Kind.UNSHARD] : shards[Kind.RESHARD], GATHERED] += 1
             backwards = (index for each in here.values() for kind, index in each.items() if kind in BACKWARDS)
             held[min(backwards, default=len(row)) :, GATHERED] += 1
+        self._count_loaded(stage, row, held)
         for m, indices in here.items():
             forward, backward, end = _ends(indices)
             weights = indices.get(Kind.BACKWARD_WEIGHT)
@@ -301,9 +314,19 @@ class Simulator:
                 held[weights, WORKING_WEIGHT] += 1
         return held
 
+    def _count_loaded(self, stage: int, row: list[Action], held: Counts) -> None:
+        frees = [index for index, action in enumerate(row) if action.kind is Kind.FREE]
+        for free, following in pairwise([*frees, len(row)]):
+            load = row[free]._replace(kind=Kind.LOAD)
+            if load.stage == stage:
+                held[row.index(load) : free + 1, LOADED] += 1
+                backwards = [use for use in self.program.uses_of[load] if use.kind in BACKWARD_PARTS]
+                first = row.index(backwards[0]) if backwards else following
+                held[first:following, LOADED_GRADIENTS] += 1
+
     def _row(self, rank: int) -> list[Action]:
         """Returns the actions of a rank that can change the memory that it holds."""
-        kinds = COMPUTE | MOVES | SHARDS
+        kinds = COMPUTE | MOVES | SHARDS | STREAMS
         return [action for action in self.program.table[rank] if action.kind in kinds]
 
     def _find_when(self, rank: int, recomputed: bool) -> list[tuple[float, int]]:
@@ -473,7 +496,8 @@ def _verified_peaks(program: Program, held: Costs, peaks: Sequence[int]) -> tupl
     for rank, peak in enumerate(peaks):
         costs = [cost for cost, other in zip(held, program.rank_of, strict=True) if other == rank]
         state, recorded = sum(cost.state for cost in costs), sum(cost.recorded for cost in costs)
-        replay = max((cost.gradients + cost.boundary + cost.activations + cost.working for cost in costs), default=0)
+        inside = (c.loaded + c.gradients + c.boundary + c.activations + c.working for c in costs)
+        replay = max(inside, default=0)
         verified.append(max(peak, state + replay) + recorded)
     return tuple(verified)
 

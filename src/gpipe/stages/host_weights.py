@@ -36,6 +36,11 @@ def find_unsupported(layers: Mapping[str, nn.Module]) -> list[str]:
     return mistakes
 
 
+def is_on_host(weight: Tensor, device: torch.device) -> bool:
+    """Whether a weight is in host memory, and is copied to the device of its stage before its use."""
+    return weight.is_cpu if queues(device) else is_in_file(weight)
+
+
 def move_to_host(module: nn.Module, device: torch.device) -> None:
     """Moves the parameters of a module to the host, and its buffers to a device."""
     for parameter in module.parameters():

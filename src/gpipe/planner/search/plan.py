@@ -13,6 +13,7 @@ from gpipe.planner.search.candidates import Shape
 from gpipe.planner.search.device import Device
 from gpipe.planner.search.profile import bounds
 from gpipe.planner.search.units import format_bytes, format_seconds
+from gpipe.schedule.action import Kind
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.lower import Remat, join_backwards, place_loads, place_remat, place_transfers
 from gpipe.schedule.partition import Partition
@@ -33,6 +34,7 @@ Reason = Literal["slower", "too big", "more stages than layers", "no table of th
 
 NOISE_SECONDS = 1e-4  # the approximate overhead per micro-batch and stage; smaller costs are not meaningful
 LEAST_SHARE_SHOWN = 5e-4  # smaller shares of the plan's seconds print as 0.0 %
+TOLERATED_WAIT = 0.05  # with a larger share of time for which ranks wait for copies, transfers are the bottleneck
 MAX_STORED = 1000  # the number of rejected shapes in the JSON of a plan
 
 
@@ -256,6 +258,13 @@ class Plan:
                 links[after, before] += self.costs[stage + 1].send_gradient or 0.0
         return self.micro_batches * max(links.values(), default=0.0)
 
+    @property
+    def host_bytes(self) -> int:
+        """The bytes in host memory: with weights on the host, weights, gradients, optimizer state and inputs."""
+        inputs = zip(self.costs[1:], self.remat[1:], strict=True)
+        offloaded = sum(cost.boundary for cost, remat in inputs if remat == "offload_inputs")
+        return sum(cost.on_host for cost in self.costs) + self.micro_batches * offloaded
+
     @cached_property
     def program(self) -> Program:
         """The program of a mini-batch, with recomputation and messages."""
@@ -277,7 +286,13 @@ class Plan:
     def explain(self) -> str:
         """Describes the plan, its predicted cost, the next best plans, and why other plans were rejected."""
         return "\n".join(
-            [*self._explain_plan(), *self.explain_load(), *self._explain_ranks(), *self._explain_others()]
+            [
+                *self._explain_plan(),
+                *self.explain_host(),
+                *self.explain_load(),
+                *self._explain_ranks(),
+                *self._explain_others(),
+            ]
         )
 
     def _repr_html_(self) -> str | None:
@@ -325,6 +340,31 @@ class Plan:
             yield (
                 f"Other processes used {self.other_cores:.1f} cores while the layers were measured, so costs may be "
                 "wrong. Measure again without them."
+            )
+
+    def explain_host(self) -> Iterator[str]:
+        """Yields what weights on the host cost: host memory, and the time for which ranks wait for copies."""
+        if self.resident is None:
+            return
+        held = f"; {format_bytes(self.host_bytes)} of host memory" if self.counted else ""
+        yield (
+            f"weights on the host: {self.stages_per_rank} stages per rank, {self.resident} loaded at the same "
+            f"time{held}"
+        )
+        if any(cost.load for cost in self.costs):
+            unit = "ms" if self.costs_by in ("time", "operations") else ""
+            copies, ideal = [0.0] * self.partitions, [replace(cost, load=0.0, unload=0.0) for cost in self.costs]
+            for action in self.program.actions:
+                copies[self.rank_of[action.stage]] += (
+                    self.costs[action.stage].load if action.kind is Kind.LOAD else 0.0
+                )
+            timeline, least = self.simulation.timeline, simulate(self.program, ideal).timeline.seconds
+            share = timeline.seconds / least - 1 if least else 0.0
+            busiest = max(map(timeline.busy, range(self.partitions)))
+            yield (
+                f"a rank computes for {format_seconds(busiest, unit)} and loads weights for "
+                f"{format_seconds(max(copies), unit)}; waiting for copies adds {share:.1%}, so the bottleneck is "
+                f"{'transfers' if share > TOLERATED_WAIT else 'computation'}"
             )
 
     def _explain_ranks(self) -> Iterator[str]:

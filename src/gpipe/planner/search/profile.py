@@ -38,7 +38,8 @@ class LayerProfile:
         keeps_input: Bytes of the input, as far as this layer saves it for the backward and the preceding layer does
             not.
         working: Peak bytes of temporary tensors in a backward, including the gradients of input and output.
-        state: Bytes of weights, gradients and optimizer state.
+        state: Bytes of weights, buffers, gradients and optimizer state.
+        weights: Bytes of the weights.
         popped: Bytes that arrive by skip connections, with the index of the layer that stashed them.
         parts: Work of the input-gradient and the weight-gradient pass. None means half of `backward` each.
         recompute: Work of a recompute. None means `forward`.
@@ -58,6 +59,7 @@ class LayerProfile:
     keeps_input: Line = NOTHING
     working: Line = NOTHING
     state: float = 0.0
+    weights: float = 0.0
     popped: tuple[tuple[int, Line], ...] = ()
     parts: tuple[Line, Line] | None = None
     recompute: Line | None = None
@@ -181,13 +183,18 @@ class SizedProfile:
         """Returns the bytes that the loss keeps, if the stage ends with the last layer."""
         return self.layers[-1].leaving.at(self.rows) if end == len(self.layers) else 0.0
 
-    def cost(self, first: int, end: int, speed: float) -> StageCost:
-        """Returns the cost of a stage with the layers `first` to `end - 1`, without its messages."""
+    def cost(self, first: int, end: int, speed: float, *, on_host: bool = False) -> StageCost:
+        """Returns the cost of a stage with the layers `first` to `end - 1`, without its messages.
+
+        `on_host` is whether LOAD copies the weights from host memory. Default: False.
+        """
         stage, run = self.layers[first:end], slice(first, end)
         known, counted = (all(layer.parts for layer in stage), all(layer.halves for layer in stage))
         inputs, weights = (sum(part) / speed if known else None for part in zip(*self.parts[run], strict=True))
         late, working_input, working_weight = map(round, self.halves(first, end))
         buffers, entering = sum(layer.buffers for layer in stage), self.entering(first, end)
+        state = sum(layer.state for layer in stage)
+        streamed = state - buffers if on_host else 0.0
         sent_forward = 0 if end == len(self.layers) else self.layers[end].boundary.at(self.rows)
         inside = sum(self.kept[run]) - stage[0].keeps_input.at(self.rows) + stage[-1].leaving.at(self.rows)
         return StageCost(
@@ -199,7 +206,7 @@ class SizedProfile:
             boundary=round(entering + buffers),
             activations=round(inside),
             working=round(self.working(first, end)),
-            state=round(sum(layer.state for layer in stage)),
+            state=round(state - streamed),
             sent_forward=round(sent_forward),
             sent_backward=round(entering) if first else 0,
             late=late if counted else None,
@@ -208,6 +215,8 @@ class SizedProfile:
             # When the loss is checked, it receives further copies of outputs and targets.
             recorded=round(VERIFIED_MICRO_BATCHES * (entering + buffers + max(sent_forward, 3 * self._loss(end)))),
             gradients=round(sum(layer.gradients for layer in stage)),
+            loaded=round(sum(layer.weights for layer in stage)) if on_host else 0,
+            on_host=round(streamed),
         )
 
 
