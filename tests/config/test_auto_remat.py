@@ -85,7 +85,7 @@ def test_each_partition_has_its_own_memory_or_that_of_the_machine_and_what_does_
     first, last = remats(pipe([300_000, 10**6]))
     assert last == "never" != first
     assert remats(pipe_by_costs(layers(), 2, 8, sample=X, costs=[1] * 6, remat="auto")) == ("never", "never")
-    with pytest.raises(ValueError, match=r"remat='auto': rank 0 needs .* KiB of 97.66 KiB"):
+    with pytest.raises(ValueError, match=r"remat=Remat\(memory=100000\): rank 0 needs .* KiB of 97.66 KiB"):
         pipe(100_000)
 
 

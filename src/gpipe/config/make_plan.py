@@ -126,8 +126,8 @@ def _split(arguments: Arguments, settings: Settings, placement: Placement, remat
             remat = fitting_remat(full_program(), held, limits)
         except ValueError as error:
             raise ValueError(
-                f"remat='auto': {error}. Use more partitions, more micro-batches, different split points, or more "
-                f"memory."
+                f"remat={arguments.remat!r}: {error}. Use more partitions, more micro-batches, different split "
+                f"points, or more memory."
             ) from None
     elif (on_host or {"offload", "offload_inputs"} & {*remat}) and sample is not None:
         with suppress(UncountableError):  # Then the prediction ignores transfers to the host, as without a sample.
