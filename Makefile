@@ -13,7 +13,7 @@ demo: $(VENV)/.ready  ## Train a partitioned, pipelined AmoebaNet-D on handwritt
 test: $(VENV)/.ready  ## Run all tests, slow ones on some of their cases: at most 6 minutes on two idle cores.
 	$(TESTS)
 
-test-all: $(VENV)/.ready $(VENV)/.engines  ## Run all cases of all tests, also those with Ray.
+test-all: $(VENV)/.ready $(VENV)/.engines  ## Run all cases of all tests, also those with Ray and trl.
 	$(TESTS) --all-cases
 
 gpu: $(VENV)/.ready  ## Test on an accelerator and write one page; PART='bits memory' selects parts, QUICK=1 runs less of each.
@@ -63,7 +63,7 @@ $(VENV)/.docs: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.engines: $(VENV)/.ready
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,trl]'
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.ready

@@ -1,5 +1,7 @@
 """Tests that trl's trainers have the same log, weights and optimizer state with a pipe as without."""
 
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,15 +9,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integrations.trained import apart
+import gpipe
+from tests.integrations.trained import apart, log_of, outcome
 from tests.support.jobs import trl as jobs
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 
-pytest.importorskip("trl", reason="the extra trl is not installed for tests: pip install -c constraints.txt '.[trl]'")
+pytest.importorskip("trl", reason="trl is not installed: make test-all installs it, or pip install '.[trl]'")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+ENTROPY = {
+    "entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_target": 4.1456, "top_entropy_quantile": 0.5,
+    "eval_strategy": "no",
+}  # fmt: skip
 ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "texts": ("sft", {}),
     "texts, three partitions": ("sft", {"pipe": {"partitions": 3, "schedule": "1f1b", "remat": "never"}}),
@@ -38,6 +45,21 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "pairs, precomputed": ("dpo", {"reference": 1, "precompute_ref_log_probs": True}),
     "pairs, precomputed by the model": ("dpo", {"precompute_ref_log_probs": True}),
     "pairs, precomputed without adapters": ("dpo", {"lora": True, "precompute_ref_log_probs": True}),
+    "completions": ("grpo", {}),
+    "completions, three partitions": ("grpo", {"eval_strategy": "no", "pipe": {"partitions": 3, "schedule": "1f1b"}}),
+    "completions, and a reference": ("grpo", {"reference": 1, "beta": 0.1, "eval_strategy": "no"}),
+    "completions, for a step and a half": (
+        "grpo", {"steps_per_generation": 6, "num_train_epochs": 3, "family": "mixtral", "router_aux_loss_coef": 0.02},
+    ),
+    "completions, used twice": ("grpo", {"steps_per_generation": 2, "num_iterations": 2, "eval_strategy": "no"}),
+    "completions, adapters": ("grpo", {"lora": True, "beta": 0.1, "eval_strategy": "no"}),
+    "completions, adapters that go on": ("grpo", {"adapted": True, "beta": 0.1, "eval_strategy": "no"}),
+    "completions, in bf16": ("grpo", {"bf16": True, "cast_lm_head_to_fp32": True, "eval_strategy": "no"}),
+    "completions, more entropy": ("grpo", {**ENTROPY, "pipe": {"schedule": "zb_v", "remat": 1}}),
+    "completions, another loss": (
+        "grpo",
+        {"loss_type": "cispo", "scale_rewards": "batch", "mask_truncated_completions": True, "eval_strategy": "no"},
+    ),
 }  # fmt: skip
 
 
@@ -67,7 +89,14 @@ WORLDS: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "pairs, adapters": (2, 2, "dpo", {"lora": True}),
     "pairs, wave by wave": (2, 2, "dpo", {"reference": 1, "pipe": {"schedule": "zb_v"}}),
     "pairs, two replicas": (4, 2, "dpo", {"reference": 1, "ld_alpha": 0.5}),
-}
+    "completions": (2, 2, "grpo", {"log_completions": True, "pipe": {"schedule": "1f1b"}}),
+    "completions, three processes": (3, 3, "grpo", {"steps_per_generation": 6, "eval_strategy": "no"}),
+    "completions, adapters": (2, 2, "grpo", {"lora": True, "beta": 0.1, "eval_strategy": "no"}),
+    "completions, more entropy": (2, 2, "grpo", {**ENTROPY, "pipe": {"schedule": "zb_v"}}),
+    "completions, two replicas": (
+        4, 2, "grpo", {"reference": 1, "beta": 0.1, "scale_rewards": "batch", "top_entropy_quantile": 0.5},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WORLDS)
@@ -85,6 +114,49 @@ def test_over_processes_a_training_leaves_the_same(name: str, pool: WorkerPool, 
     assert weights
     assert weights.keys() == others.keys()
     assert all(torch.equal(value, others[key]) for key, value in weights.items())
+    tables = [sorted(Path(folder, "completions").glob("*.parquet")) for folder in (piped, by_itself)]
+    assert len(tables[0]) == len(tables[1]) == how.get("log_completions", False) * len(tables[0])
+    for table, other in zip(*tables, strict=True):
+        pandas = pytest.importorskip("pandas")
+        pandas.testing.assert_frame_equal(pandas.read_parquet(table), pandas.read_parquet(other))
+
+
+def test_completions_are_generated_by_the_pipe_and_evaluation_may_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, generate = [], gpipe.GPipe.generate
+
+    def count(pipe: gpipe.GPipe, *args: Any, **how: Any) -> Any:
+        calls.append(pipe.training)
+        return generate(pipe, *args, **how)
+
+    monkeypatch.setattr(gpipe.GPipe, "generate", count)
+    found = []
+    for partitions in (2, 0):
+        trainer = jobs.quietly(partial(jobs.made, "grpo", partitions, str(tmp_path), {"max_steps": 2}))
+        jobs.quietly(trainer.evaluate)
+        jobs.quietly(trainer.train)
+        found.append(log_of(trainer))
+    assert found[0] == found[1]
+    assert calls == [False] * 8  # three for each of two evaluations, one for each of two steps
+
+
+def test_a_reward_that_raises_ends_all_processes(pool: WorkerPool, tmp_path: Path) -> None:
+    told = answers(pool.run(jobs.spoil, str(tmp_path), world=2))
+    assert told[0].startswith("ValueError: no reward")
+    assert told[1].startswith("RemoteError: rank 0 failed: ValueError: no reward")
+
+
+def test_a_training_goes_on_with_another_number_of_partitions(tmp_path: Path) -> None:
+    how = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "no", "max_steps": 6}
+    expected = jobs.trained("grpo", 2, str(tmp_path), how)[1]
+    found = []
+    for partitions in (3, 0):
+        trainer = jobs.quietly(partial(jobs.made, "grpo", partitions, str(tmp_path / "on"), how))
+        jobs.quietly(partial(trainer.train, resume_from_checkpoint=f"{tmp_path}/checkpoint-3"))
+        found.append(outcome(trainer))
+    assert apart(found[0], found[1]) == 0.0
+    assert apart(found[0]._replace(log=[]), expected._replace(log=[])) == 0.0
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -95,7 +167,25 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     r"label_smoothing_factor= .*\[logits-needed\]": ("sft", {"label_smoothing_factor": 0.1}),
     r"compute_loss_func= .*\[logits-needed\]": ("sft", {"compute_loss_func": lambda *_, **__: 0.0}),
     r"compute_metrics= .*\[logits-needed\]": ("dpo", {"reference": 1, "compute_metrics": lambda _: {}}),
+    "use_vllm= is set(.|\n)*continuous_batching= is set(.|\n)*sample= is not an argument": (
+        "grpo", {"use_vllm": True, "use_transformers_continuous_batching": True, "pipe": {"sample": []}},
+    ),
+    r"tied embeddings, .*\[generate-with-tied-embeddings\]": ("grpo", {"tied": True}),
 }  # fmt: skip
+
+
+APART: dict[str, dict[str, Any]] = {
+    "num_generations=4 does not divide .* = 2(.|\n)*num_generations_eval=4 does not divide .* = 2": {
+        "steps_per_generation": 1, "per_device_eval_batch_size": 2,
+    },
+    "rollout_func= would run in all K processes": {"rollout": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", APART)
+def test_what_processes_cannot_do_together_is_refused(said: str, pool: WorkerPool, tmp_path: Path) -> None:
+    told = answers(pool.run(jobs.refuse, str(tmp_path), APART[said], world=2))
+    assert all(re.search(said, one) for one in told), told
 
 
 @pytest.mark.parametrize("said", REFUSED)

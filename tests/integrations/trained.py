@@ -24,7 +24,7 @@ from tests.support.plain_loop import one_thread
 
 ROWS, MICRO_BATCHES = 11, 4
 LAST, MIDDLE = 4, 3  # optimizer steps: all of them, and those before an epoch has ended
-CLOCKS = ("runtime", "per_second", "preparation_time")
+CLOCKS = ("runtime", "per_second", "preparation_time", "step_time")
 
 Make: TypeAlias = Callable[..., Trainer]
 

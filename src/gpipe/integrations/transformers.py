@@ -512,10 +512,10 @@ class Pipelined(WholeCheckpoints):
             return super().prediction_step(_Model(self.model, self._predict, self.pipe), inputs, *args, **kwargs)
 
     @contextmanager
-    def _generating_by_pipe(self) -> Iterator[None]:
-        """With several processes, replaces the model's `generate` by the pipe's, for one call by Seq2SeqTrainer."""
+    def _generating_by_pipe(self, *, in_one_process: bool = False) -> Iterator[None]:
+        """Replaces the model's `generate` by the pipe's, for one call by the Trainer."""
         attributes = vars(self.model)
-        if not self._has_processes or "generate" in attributes:
+        if not (self._has_processes or in_one_process) or "generate" in attributes:
             yield
             return
 
