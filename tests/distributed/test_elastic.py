@@ -464,5 +464,5 @@ def test_a_pipe_is_joined_before_it_steps_and_calls_have_no_backward(tmp_path: P
     (told,) = answers(pool.run(alone, str(tmp_path), {}, {}, world=1))
     made, step, joined, call = told
     assert not (made + joined).startswith(("Value", "Type")), told
-    assert "Call pipe.join(optimizer, ...) in every process" in step
+    assert "[join-first]" in step
     assert "[survive-needs-step]" in call
