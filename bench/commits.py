@@ -90,7 +90,10 @@ def serve(name: str) -> None:
     layers = work.layers()
     cuts = [len(layers) - len(layers) // 2, len(layers) // 2]  # Measured cuts would differ between the two workers.
     inputs, targets = work.data()
-    pipe = gpipe.GPipe(layers, cuts, work.micro_batches, seed=0)
+    in_processes = "WORLD_SIZE" in os.environ
+    if in_processes:
+        torch.distributed.init_process_group("gloo")
+    pipe = gpipe.GPipe(layers, cuts, work.micro_batches, seed=0, driver="process" if in_processes else "threads")
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.0)
 
     def turn(steps: int) -> None:
