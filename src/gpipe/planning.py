@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain, zip_longest
 from operator import truediv
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,8 @@ def find_plan(
     measure: bool = False,
     intra_op_threads: int = 1,
     optimizer_numbers: float = ADAM,
+    weights: Literal["device", "host"] | None = None,
+    host_memory: float = math.inf,
 ) -> Plan:
     """Returns the fastest plan that fits on devices: K, M, split points, schedule and recomputation.
 
@@ -116,6 +118,11 @@ def find_plan(
         intra_op_threads: The number of CPU threads per operation, for measurements. Default: 1.
         optimizer_numbers: How many numbers the optimizer keeps for each element of a parameter. Default: 2, as for
             Adam.
+        weights: Where the weights are, as for `gpipe.GPipe`. With `"host"`, the search chooses the number of stages
+            per rank and of loaded stages. Requires `host` of each device. Default: on the host only if no other plan
+            fits.
+        host_memory: The bytes of host memory that weights, gradients, optimizer state and inputs on the host may use,
+            for all devices together. Default: unlimited.
 
     Returns:
         The plan. Train with `gpipe.GPipe(model, plan=plan)`. `plan.explain()` describes it.
@@ -146,6 +153,8 @@ def find_plan(
         settings |= {"driver": Threads(intra_op_threads), "costs": costs, "seed": 0}
         if balance is None and remat is not None:
             raise ValueError(REMAT.format(remat=remat))
+        if weights == "host":
+            raise ValueError("weights='host' cannot be combined with balance= or costs=. Remove one of them.")
         if measure and costs is not None:
             raise ValueError("measure=True cannot be combined with costs=. Remove one of them.")
         arguments = Arguments(model, partitions, micro_batches, plain(sample), **settings)
@@ -153,6 +162,7 @@ def find_plan(
         samples = sample if isinstance(sample, MicroBatches) else [] if sample is None else [sample]
         return replace(plan, global_batch=global_batch or sum(map(count_rows, samples)))
     choices = Choices(_only(partitions), _only(micro_batches), _only(schedule))
+    choices = replace(choices, weights=weights, host_memory=host_memory)
     rows = count_rows(sample)
     batch = rows if global_batch is None else global_batch
     count = len(devices) if isinstance(devices, Sequence) else devices if is_count(devices) else math.inf
@@ -182,7 +192,7 @@ def find_plan(
         profile = profiled(measured_on=device, at_once=at_once)
     plan = search(profile, planned, batch, choices)
     plan = replace(plan, other_cores=meter.other_cores())
-    if device != CPU or not isinstance(devices, int):
+    if device != CPU or not isinstance(devices, int) or plan.resident is not None:
         return plan
     if input_of is _whole and batch == rows:
         rivals = _rivals(plan, choices, partial(search, profile, planned, batch))
@@ -211,7 +221,7 @@ def _plan_by_costs(arguments: Arguments, devices: Any, balance: Balance | None, 
     planned = _devices_here(devices) if isinstance(devices, int) else devices
     # Costs are seconds of the first device, so speeds are relative to it.
     planned = [replace(device, flops=device.flops / planned[0].flops) for device in planned]
-    choices = Choices(_only(arguments.partitions), (arguments.micro_batches,), _only(schedule))
+    choices = Choices(_only(arguments.partitions), (arguments.micro_batches,), _only(schedule), weights="device")
     if mistakes := [*choices.mistakes(count, arguments.micro_batches)]:
         raise ValueError("\n".join(mistakes))
     try:

@@ -96,3 +96,13 @@ def test_help_lists_the_presets_and_fits_80_columns(capsys: pytest.CaptureFixtur
 def test_a_plan_says_for_which_sample_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "transformer_lm", *SMALL, "--devices", "2xtpuv2", "-k", "2"])
     assert capsys.readouterr().out.endswith("\nThe sample has rows of 1024 int64.\n")
+
+
+def test_weights_are_planned_on_the_host_within_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("layers=12", "model_dim=64", "ffn_dim=256", "heads=2", "vocab=50")
+    fixed = ("transformer_lm", "--size", *sizes, "--batch", "4", "-m", "4", "--devices", "1x0.05x1x1")
+    main(["plan", *fixed, "--weights", "host", "--host-bandwidth", "12"])
+    assert "weights on the host: " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["plan", *fixed, "--weights", "host", "--host-bandwidth", "12", "--host-memory", "0.001"])
+    assert "host needs" in " ".join(capsys.readouterr().err.split())

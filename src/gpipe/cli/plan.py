@@ -6,14 +6,23 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from gpipe.cli import exit_on_user_errors
 from gpipe.planner.search.candidates import AUTO
-from gpipe.planner.search.device import PRESETS, parse_devices
-from gpipe.recipes.options.training import INTEGER, Count, NotNegative, optional, out_of_bounds, raise_all
+from gpipe.planner.search.device import GIB, PRESETS, parse_devices
+from gpipe.recipes.options.training import (
+    INTEGER,
+    NUMBER,
+    Count,
+    NotNegative,
+    Positive,
+    optional,
+    out_of_bounds,
+    raise_all,
+)
 from gpipe.schedule.schedules import SCHEDULES
 
 IMAGE = (3, 224, 224)
@@ -56,7 +65,9 @@ def plan(
     micro_batches: Annotated[Count | None, optional("INT", aliases=["-m"]), INTEGER] = None,
     schedule: Annotated[str | None, optional("NAME", help=SCHEDULE)] = None,
     optimizer_numbers: NotNegative = 2.0,
-    host_bandwidth: NotNegative = 0.0,
+    host_bandwidth: Annotated[NotNegative | None, optional("FLOAT"), NUMBER] = None,
+    host_memory: Annotated[Positive | None, optional("FLOAT"), NUMBER] = None,
+    weights: Annotated[Literal["device", "host"] | None, optional("{device,host}")] = None,
     measure: bool = False,
 ) -> None:
     """Predicts the fastest plan to train a model. The devices need not be available.
@@ -71,14 +82,17 @@ def plan(
         schedule: The schedule.
         optimizer_numbers: How many numbers the optimizer keeps per parameter: 2 for Adam, 1 for SGD with momentum.
         host_bandwidth: GB/s from each device to host memory, and back. Then stages offload activations where this is
-            not slower than recomputation. With 0, nothing is offloaded.
+            not slower than recomputation. With 0, nothing is offloaded. Default: the speed of a preset's PCI-E, or 0.
+        host_memory: GiB of the host, for weights in host memory. Default: unlimited.
+        weights: Where the weights are: on each device, or on the host, from which a device loads a few stages at a
+            time. Default: on the host only if nothing else fits.
         measure: Measure the time of each layer on this machine, and use the measured time for the first device
             instead of its TFLOP/s.
     """
     fixed: dict[str, Any] = {"partitions": partitions, "micro_batches": micro_batches, "schedule": schedule}
     fixed["optimizer_numbers"] = optimizer_numbers
     with exit_on_user_errors():
-        numbers = {"batch": batch, "host_bandwidth": host_bandwidth, **fixed}
+        numbers = {"batch": batch, "host_bandwidth": host_bandwidth, "host_memory": host_memory, **fixed}
         problems = [*_find_problems(model, size), *out_of_bounds(plan, numbers)]
         if schedule not in (None, *SCHEDULES, AUTO):
             known = ", ".join([*SCHEDULES, AUTO])
@@ -90,7 +104,11 @@ def plan(
         except ValueError as error:
             problems.append(f"--devices: {error}")
         raise_all(problems)
-        fleet = [replace(device, host=host_bandwidth * 1e9) for device in fleet]
+        if host_bandwidth is not None:
+            fleet = [replace(device, host=host_bandwidth * 1e9) for device in fleet]
+        if host_memory is not None:
+            fixed["host_memory"] = host_memory * GIB
+        fixed["weights"] = weights
         import gpipe  # Imports torch, which takes a second, after the errors above.
 
         layers, sample = _call_user_function(model) if ":" in model else _build_model(model, size, measure)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from math import isqrt
+from math import inf, isqrt
 
 from gpipe.errors import int_remedy, is_count
 from gpipe.planner.search.profile import SizedProfile
@@ -21,6 +21,7 @@ AUTO = "auto"  # the name of a schedule that is searched for
 STAGES_PER_RANK, MANY_RANKS = (1, 2, 4), 9
 """The numbers of stages per rank that are tried for 2 to `MANY_RANKS` - 1 ranks. Otherwise, only the default is
 tried."""
+HOST_WEIGHTS = "breadth_first"  # the schedule for weights on the host: it loads each stage at most twice
 SCHEDULES_OF_ONE_RANK = ("gpipe", "1f1b")
 """The schedules that are tried for one rank: all forwards first, or with less memory one micro-batch at a time."""
 MAX_RANKS_TRIED = 16  # every number of ranks up to this one is tried; see `_rank_counts` for larger ones
@@ -38,10 +39,12 @@ class Shape:
     micro_batches: int
     schedule: str
     stages_per_rank: int = 1
+    resident: int | None = None  # the loaded stages of a rank, if the weights are on the host
 
     def __str__(self) -> str:
         stages = f", {self.stages_per_rank} stages per rank" if self.stages_per_rank > 1 else ""
-        return f"K={self.partitions} M={self.micro_batches} {self.schedule}{stages}"
+        host = "" if self.resident is None else f", weights on the host (resident={self.resident})"
+        return f"K={self.partitions} M={self.micro_batches} {self.schedule}{stages}{host}"
 
     @property
     def stages(self) -> int:
@@ -86,12 +89,16 @@ class Choices:
         micro_batches: Numbers of micro-batches.
         schedules: Names of schedules.
         least_rows: The minimum number of rows of a micro-batch, unless `micro_batches` is set or M is 1. Default: 1.
+        weights: `"device"` or `"host"`. None (default): on the host only if no other plan fits.
+        host_memory: Bytes of the host, for weights on the host. Default: unlimited.
     """
 
     partitions: Sequence[int] | None = None
     micro_batches: Sequence[int] | None = None
     schedules: Sequence[str] | None = None
     least_rows: int = 1
+    weights: str | None = None
+    host_memory: float = inf
 
     def mistakes(self, devices: float, global_batch: object) -> Iterator[str]:
         """Yields an error message for each choice that is invalid for these devices and rows."""
@@ -113,9 +120,19 @@ class Choices:
                 yield f"schedule={name!r} is not a name. Use a name, or None to compare all schedules."
             elif name not in (*SCHEDULES, AUTO):
                 yield unknown_schedule(name, AUTO)
+        yield from self._host_mistakes()
         if not is_count(global_batch):
             rows = f"global_batch={global_batch!r}"
             yield f"{rows} is not a number of rows. Use an integer >= 1{int_remedy(global_batch)}."
+
+    def _host_mistakes(self) -> Iterator[str]:
+        if self.weights not in (None, "device", "host"):
+            yield f"weights={self.weights!r} is unknown. Pass 'device', 'host', or None to choose."
+        if type(self.host_memory) not in (int, float) or not self.host_memory > 0:
+            yield f"host_memory={self.host_memory!r} is not positive. Pass the number of bytes."
+        others = [name for name in self.schedules or () if name not in (AUTO, HOST_WEIGHTS)]
+        if self.weights == "host" and others:
+            yield f"weights='host' does not support schedule={others[0]!r}. Remove schedule=."
 
     def shapes(self, devices: int, global_batch: int, layers: int, *, beyond: bool = False) -> Iterator[Shape]:
         """Yields all shapes, simple shapes first. Every M divides the mini-batch, so micro-batches are equally large.
@@ -139,6 +156,16 @@ class Choices:
                     for stages in STAGES_PER_RANK if tries_all else (SCHEDULES[name].stages_per_rank,):
                         if SCHEDULES[name].placement(partitions, stages) and (stages == 1 or name != "gpipe"):
                             yield Shape(partitions, m, name, stages)
+
+    def shapes_with_host_weights(self, devices: int, global_batch: int, layers: int) -> Iterator[Shape]:
+        """Yields shapes for weights on the host, with 2, 4, 8, ... stages per rank, or with one layer per stage."""
+        if HOST_WEIGHTS not in (self.schedules or (HOST_WEIGHTS,)):
+            return
+        for partitions in self.partitions or _rank_counts(min(devices, layers // 2)):
+            most = layers // partitions
+            each = sorted({1 << power for power in range(1, most.bit_length())} | {most} - {0, 1})
+            for m in self._micro_batches(global_batch, ENOUGH_MICRO_BATCHES_PER_RANK * partitions, beyond=False):
+                yield from (Shape(partitions, m, HOST_WEIGHTS, stages) for stages in each)
 
     def _micro_batches(self, global_batch: int, enough: int, *, beyond: bool) -> Sequence[int]:
         if self.micro_batches:

@@ -9,6 +9,10 @@ from gpipe.planner.search.units import format_bytes
 GIB = 2**30
 ATTAINED_SHARE = 0.4  # the share of its advertised peak that a device is assumed to attain in training
 
+# GB/s that copies of pinned memory attain over PCI-E with 16 lanes: about 80 % of 15.8, 31.5 and 63 GB/s, which the
+# PCI-E specifications define in each direction.
+PCIE_3, PCIE_4, PCIE_5 = 12, 25, 50
+
 FORMAT = "COUNTxGiBxTFLOP/sxGB/s, such as 4x16x9.3x12: number, memory, training speed and link of the devices"
 COUNT, NUMBER = re.compile("[0-9]+"), re.compile(r"[0-9]+([.][0-9]*)?(e[+-]?[0-9]+)?|[.][0-9]+")
 MOST_DEVICES = 1_000  # in one description
@@ -65,19 +69,19 @@ class Device:
 
 
 PRESETS = {  # each with the memory, `ATTAINED_SHARE` of the peak of the matrix units, and the link in one direction
-    name: Device(gibibytes * GIB, ATTAINED_SHARE * teraflops * 1e12, gigabytes * 1e9, name, peak=teraflops * 1e12)
-    for name, gibibytes, teraflops, gigabytes in (
-        ("tpuv2", 8, 22.5, 62.5),  # one core, bfloat16
-        ("tpuv3", 16, 61.5, 82),  # one core, bfloat16
-        ("p100", 16, 9.3, 12),  # float32 over PCI-E, as in Table 3 of the paper
-        ("v100", 16, 125, 150),  # float16
-        ("t4", 16, 65, 12),
-        ("rtx3090", 24, 71, 12),
-        ("rtx4090", 24, 165, 25),
-        ("a100", 40, 312, 300),
-        ("a100-80", 80, 312, 300),
-        ("h100", 80, 989, 450),
-        ("h200", 141, 989, 450),
+    name: Device(gib * GIB, ATTAINED_SHARE * teraflops * 1e12, link * 1e9, name, host * 1e9, teraflops * 1e12)
+    for name, gib, teraflops, link, host in (
+        ("tpuv2", 8, 22.5, 62.5, 0),  # one core, bfloat16
+        ("tpuv3", 16, 61.5, 82, 0),  # one core, bfloat16
+        ("p100", 16, 9.3, 12, PCIE_3),  # float32 over PCI-E, as in Table 3 of the paper
+        ("v100", 16, 125, 150, PCIE_3),  # float16
+        ("t4", 16, 65, 12, PCIE_3),
+        ("rtx3090", 24, 71, 12, PCIE_4),
+        ("rtx4090", 24, 165, 25, PCIE_4),
+        ("a100", 40, 312, 300, PCIE_4),
+        ("a100-80", 80, 312, 300, PCIE_4),
+        ("h100", 80, 989, 450, PCIE_5),
+        ("h200", 141, 989, 450, PCIE_5),
     )
 }
 

@@ -26,11 +26,12 @@ for all ranks. Above the second limit, each rank minimizes its own recomputation
 
 @dataclass(frozen=True)
 class Misfit:
-    """The rank that exceeds its memory most, although everything is recomputed."""
+    """The rank that exceeds its memory most, although everything is recomputed, or the host."""
 
     rank: int
     bytes: float
     limit: float
+    place: str = ""
 
     @property
     def excess(self) -> float:
@@ -38,8 +39,8 @@ class Misfit:
         return self.bytes / self.limit
 
     def __str__(self) -> str:
-        limit = format_bytes(self.limit)
-        return f"rank {self.rank} needs {format_bytes(self.bytes)} of {limit} with recomputation everywhere"
+        place = self.place or f"rank {self.rank}"
+        return f"{place} needs {format_bytes(self.bytes)} of {format_bytes(self.limit)} with recomputation everywhere"
 
 
 class Fitting:

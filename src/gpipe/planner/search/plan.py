@@ -154,7 +154,7 @@ class Plan:
     @property
     def shape(self) -> Shape:
         """The ranks, micro-batches and schedule of the plan, without its split points and recomputation."""
-        return Shape(self.partitions, self.micro_batches, self.schedule, self.stages_per_rank)
+        return Shape(self.partitions, self.micro_batches, self.schedule, self.stages_per_rank, self.resident)
 
     @cached_property
     def partition(self) -> Partition:

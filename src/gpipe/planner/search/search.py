@@ -20,6 +20,7 @@ from operator import attrgetter, itemgetter
 from gpipe.planner.search.candidates import AUTO, LARGE, Choices, Shape, least_seconds, likely_seconds
 from gpipe.planner.search.device import Device
 from gpipe.planner.search.fitting import Misfit, choose_offload
+from gpipe.planner.search.host_weights import plans_with_host_weights
 from gpipe.planner.search.listing import ROUNDING_FACTOR
 from gpipe.planner.search.plan import Plan, Reason, Rejection
 from gpipe.planner.search.profile import Profile
@@ -30,6 +31,10 @@ from gpipe.schedule.large_tables import LargeTable
 from gpipe.schedule.program import Program
 
 ANYTHING = Choices()
+NO_HOST_SPEED = (
+    "weights='host': the speed of copies is unknown. Pass host= of each gpipe.Device, in bytes per second, or "
+    "--host-bandwidth, in GB/s."
+)
 micro_batches = attrgetter("micro_batches")
 MAX_ACTIONS, MAX_LARGE = 40_000, 4  # simulated actions of shapes with many partitions; or number of large tables
 ALIKE_FACTOR = 1.05  # measured plans that are slower by at most this factor count as equally fast
@@ -62,10 +67,13 @@ def search(
     searches_tables = choices.schedules == (AUTO,)
     choices = replace(choices, schedules=None) if searches_tables else choices
     shapes = partial(choices.shapes, len(devices), global_batch, len(profile.layers))
-    search.attempt_all(shapes())
-    for _, same_size in groupby(sorted(shapes(beyond=True), key=micro_batches), key=micro_batches):
-        if not search.fitting:  # Smaller micro-batches need less memory.
-            search.attempt_all(same_size)
+    if choices.weights != "host":
+        search.attempt_all(shapes())
+        for _, same_size in groupby(sorted(shapes(beyond=True), key=micro_batches), key=micro_batches):
+            if not search.fitting:  # Smaller micro-batches need less memory.
+                search.attempt_all(same_size)
+    if not search.fitting and choices.weights != "device" and (plan := search.with_host_weights(choices)):
+        return plan
     return search.best(searches_tables=searches_tables)
 
 
@@ -187,14 +195,30 @@ class _Search:
         by_table.sort(key=attrgetter("seconds"))
         return [*map(bounded, (*plans, *by_table[:1]))]
 
+    def with_host_weights(self, choices: Choices) -> Plan | None:
+        """Returns the fastest plan with weights on the host. None if no such plan fits."""
+        if not all(device.host for device in self.devices):
+            if choices.weights == "host":
+                raise ValueError(NO_HOST_SPEED)
+            return None
+        plans, rejected, misfits = plans_with_host_weights(
+            self.profile, self.devices, self.global_batch, choices, self.wanted
+        )
+        self.rejected += rejected
+        self.misfits += misfits
+        return replace(plans[0], alternatives=tuple(plans[1:]), rejected=tuple(self.rejected)) if plans else None
+
     def _explain_no_fit(self) -> str:
         if not self.misfits:
             self._try_shapes_that_are_too_big()
         if self.misfits:
             misfit, shape = min(self.misfits, key=lambda each: each[0].excess)
+            hosts = (
+                "" if all(device.host for device in self.devices) else ", Device(host=...) for weights on the host"
+            )
             return (
                 f"No plan fits in memory. The closest is {shape}, in which {misfit}. Use more or larger devices, "
-                "more micro-batches, or smaller layers. [nothing-fits]"
+                f"more micro-batches{hosts}, or smaller layers. [nothing-fits]"
             )
         reasons = "; ".join(map(str, {each.reason: each for each in self.rejected}.values()))
         return (

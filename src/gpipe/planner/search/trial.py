@@ -17,6 +17,7 @@ from gpipe.planner.search.profile import SizedProfile, bounds
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.cost import StageCost, seconds
 from gpipe.schedule.large_tables import LargeTable
+from gpipe.schedule.lower import Remat
 from gpipe.schedule.partition import Memory, Partition
 from gpipe.schedule.program import Program
 from gpipe.schedule.simulate import Simulator
@@ -238,20 +239,29 @@ class Trial:
 
 
 def message_costs(
-    sized: SizedProfile, devices: Sequence[Device], speeds: Sequence[float], sizes: StageSizes, rank_of: Sequence[int]
+    sized: SizedProfile,
+    devices: Sequence[Device],
+    speeds: Sequence[float],
+    sizes: StageSizes,
+    rank_of: Sequence[int],
+    host_remat: Remat | None = None,
 ) -> tuple[StageCost, ...]:
-    """Returns the costs of stages, including offloading and messages. A message uses the slower of two links."""
+    """Returns the costs of stages, including offloading and messages. A message uses the slower of two links.
+
+    If the weights are on the host, `host_remat` is the recomputation mode of the stages. Default: None, they are not.
+    """
     runs = bounds(sizes)
     message_seconds = [0.0] * (len(runs) + 1)
     for stage, (before, after) in enumerate(pairwise(rank_of), start=1):
         if before != after:
             link = min(devices[before].link, devices[after].link)
             message_seconds[stage] = sized.entering(*runs[stage]) / link
-    bare = (sized.cost(*run, speeds[rank]) for run, rank in zip(runs, rank_of, strict=True))
+    on_host = host_remat is not None
+    bare = (sized.cost(*run, speeds[rank], on_host=on_host) for run, rank in zip(runs, rank_of, strict=True))
     messages = zip(bare, message_seconds[1:], message_seconds[:-1], strict=True)
     hosts = (devices[rank].host for rank in rank_of)
     return tuple(
-        replace(cost, send=ahead, send_gradient=back, move=cost.activations / host if host else 0.0)
+        replace(cost.with_host(host, host_remat) if host else cost, send=ahead, send_gradient=back)
         for (cost, ahead, back), host in zip(messages, hosts, strict=True)
     )
 
