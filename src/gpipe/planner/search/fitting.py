@@ -32,6 +32,7 @@ class Misfit:
     bytes: float
     limit: float
     place: str = ""
+    is_bound: bool = False  # whether `bytes` is a lower bound
 
     @property
     def excess(self) -> float:
@@ -40,7 +41,8 @@ class Misfit:
 
     def __str__(self) -> str:
         place = self.place or f"rank {self.rank}"
-        return f"{place} needs {format_bytes(self.bytes)} of {format_bytes(self.limit)} with recomputation everywhere"
+        held = f"{'at least ' if self.is_bound else ''}{format_bytes(self.bytes)}"
+        return f"{place} needs {held} of {format_bytes(self.limit)} with recomputation everywhere"
 
 
 class Fitting:

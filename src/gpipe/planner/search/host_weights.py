@@ -82,7 +82,7 @@ class _Search:
             least = [0] * plan.partitions
             for rank, cost in zip(plan.rank_of, plan.costs, strict=True):
                 least[rank] = max(least[rank], cost.loaded + cost.gradients + cost.activations + cost.working)
-            misfit = _misfit(least, limits)
+            misfit = _misfit(least, limits, is_bound=True)
             if misfit is None:
                 plan, simulated = plan.timed(), simulated + shape.actions
                 misfit = _misfit(plan.peak_bytes, limits)
@@ -122,7 +122,8 @@ class _Search:
         )
 
 
-def _misfit(held: Sequence[float], limits: Sequence[float]) -> Misfit | None:
-    """Returns the rank that exceeds its memory most, or None."""
-    misfits = [Misfit(rank, *each) for rank, each in enumerate(zip(held, limits, strict=True)) if each[0] > each[1]]
+def _misfit(held: Sequence[float], limits: Sequence[float], *, is_bound: bool = False) -> Misfit | None:
+    """Returns the rank that exceeds its memory most, or None. `is_bound` is whether `held` are lower bounds."""
+    ranks = enumerate(zip(held, limits, strict=True))
+    misfits = [Misfit(rank, *each, is_bound=is_bound) for rank, each in ranks if each[0] > each[1]]
     return max(misfits, key=lambda each: each.excess, default=None)

@@ -212,7 +212,7 @@ class _Search:
         if not self.misfits:
             self._try_shapes_that_are_too_big()
         if self.misfits:
-            misfit, shape = min(self.misfits, key=lambda each: each[0].excess)
+            misfit, shape = min(self.misfits, key=lambda each: (each[0].is_bound, each[0].excess))
             hosts = (
                 "" if all(device.host for device in self.devices) else ", Device(host=...) for weights on the host"
             )
