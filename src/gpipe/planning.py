@@ -161,8 +161,8 @@ def find_plan(
         plan = _plan_by_costs(arguments, devices, balance, schedule)
         samples = sample if isinstance(sample, MicroBatches) else [] if sample is None else [sample]
         return replace(plan, global_batch=global_batch or sum(map(count_rows, samples)))
-    choices = Choices(_only(partitions), _only(micro_batches), _only(schedule))
-    choices = replace(choices, weights=weights, host_memory=host_memory)
+    fixed = _only(partitions), _only(micro_batches), _only(schedule)
+    choices = Choices(*fixed, weights=weights, host_memory=host_memory)
     rows = count_rows(sample)
     batch = rows if global_batch is None else global_batch
     count = len(devices) if isinstance(devices, Sequence) else devices if is_count(devices) else math.inf

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 import gpipe
 from gpipe.planner.search.candidates import Choices, Shape
 from gpipe.planner.search.device import Device
-from gpipe.planner.search.host_weights import _Search
+from gpipe.planner.search.host_weights import HostWeightsSearch
 from gpipe.planner.search.plan import Plan
 from gpipe.planner.search.profile import LayerProfile, Line, Profile
 from gpipe.planner.search.search import search
@@ -50,7 +50,7 @@ def test_the_plan_fits_and_no_other_choice_is_faster(
 ) -> None:
     choices = Choices(weights="host")
     devices = [device(room, host)] * k
-    every = _Search(profile(layers), devices, rows, choices)
+    every = HostWeightsSearch(profile(layers), devices, rows, choices)
     for shape in choices.shapes_with_host_weights(k, rows, layers):
         assert every.attempt_all(shape) >= 0
     if not every.plans:
@@ -108,7 +108,11 @@ def test_the_plan_names_its_bottleneck(host: float, bottleneck: str) -> None:
 @pytest.mark.parametrize(("load", "seconds"), [(0, 504), (8, 520), (16, 656)])
 def test_sixteen_stages_take_as_long_as_on_paper(load: int, seconds: int) -> None:
     shape = Shape(1, 8, "breadth_first", 16, 2)
-    made = _Search(profile(16), [device(9, WEIGHTS / max(load, 1e-9))], 8, Choices())._plan(shape, "always").timed()
+    made = (
+        HostWeightsSearch(profile(16), [device(9, WEIGHTS / max(load, 1e-9))], 8, Choices())
+        ._plan(shape, "always")
+        .timed()
+    )
     assert made.seconds == pytest.approx(seconds, abs=1e-3)
 
 

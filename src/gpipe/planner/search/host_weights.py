@@ -10,7 +10,7 @@ from gpipe.planner.search.fitting import Misfit
 from gpipe.planner.search.plan import Plan, Rejection
 from gpipe.planner.search.profile import Profile, SizedProfile
 from gpipe.planner.search.trial import message_costs, most_even
-from gpipe.planner.search.units import format_bytes, format_seconds
+from gpipe.planner.search.units import format_seconds
 from gpipe.schedule.lower import Remat
 
 MAX_ACTIONS = 100_000  # the simulated forwards and backwards of all plans
@@ -18,32 +18,13 @@ FIRST_RESIDENT = 2
 """The number of loaded stages that is tried first: the next stage is loaded while a stage computes."""
 
 
-def plans_with_host_weights(
-    profile: Profile, devices: Sequence[Device], global_batch: int, choices: Choices, wanted: int
-) -> tuple[list[Plan], list[Rejection], list[tuple[Misfit, Shape]]]:
-    """Returns the fastest plans that fit, the rejected shapes, and the shapes that need too much memory.
+class HostWeightsSearch:
+    """Tries the schedule `"breadth_first"` with all micro-batches recomputed, for several numbers of stages.
 
-    Tries the schedule `"breadth_first"` with all micro-batches recomputed, for several numbers of stages. Each shape
-    keeps two stages on a device, three if they fit, or one. Inputs are offloaded if they do not fit otherwise.
+    Each shape keeps two stages on a device, three if they fit, or one. Inputs are offloaded if they do not fit
+    otherwise. Adds to the rejected shapes, and to the shapes that need too much memory, with the reason.
     """
-    search = _Search(profile, devices, global_batch, choices)
-    listed = choices.shapes_with_host_weights(len(devices), global_batch, len(profile.layers))
-    shapes = [(*search.bound(shape), shape) for shape in listed]
-    actions = 0
-    for least, _, shape in sorted(shapes, key=itemgetter(0, 1)):
-        if len(search.plans) >= wanted and least >= sorted(plan.seconds for plan in search.plans)[wanted - 1]:
-            search.rejected.append(Rejection(shape, "slower", f"takes at least {format_seconds(least)}"))
-        elif actions > MAX_ACTIONS:
-            search.rejected.append(Rejection(shape, "slower", f"not tried, takes at least {format_seconds(least)}"))
-        else:
-            actions += search.attempt_all(shape)
-    # Times that differ by less than 0.1 % count as equal. Then fewer stages are better.
-    plans = sorted(search.plans, key=lambda plan: (float(f"{plan.seconds:.3g}"), plan.shape.stages))
-    slower = [Rejection(plan.shape, "slower", f"takes {format_seconds(plan.seconds)}") for plan in plans[wanted:]]
-    return plans[:wanted], search.rejected + slower, search.misfits
 
-
-class _Search:
     def __init__(self, profile: Profile, devices: Sequence[Device], global_batch: int, choices: Choices) -> None:
         self.profile, self.devices, self.global_batch, self.choices = profile, devices, global_batch, choices
         self.speeds = profile.speeds(devices)
@@ -51,15 +32,31 @@ class _Search:
         self.rejected: list[Rejection] = []
         self.misfits: list[tuple[Misfit, Shape]] = []
 
+    def best(self, wanted: int) -> list[Plan]:
+        """Returns the fastest plans that fit."""
+        layers, actions = len(self.profile.layers), 0
+        listed = self.choices.shapes_with_host_weights(len(self.devices), self.global_batch, layers)
+        for (least, _), shape in sorted([(self.bound(shape), shape) for shape in listed], key=itemgetter(0)):
+            enough = sorted(plan.seconds for plan in self.plans)[wanted - 1 : wanted]
+            if actions > MAX_ACTIONS or (enough and least >= enough[0]):
+                self.rejected.append(Rejection(shape, "slower", f"takes at least {format_seconds(least)}"))
+            else:
+                actions += self.attempt_all(shape)
+        # Times with the same three digits count as equal. Then fewer stages are better.
+        plans = sorted(self.plans, key=lambda plan: (float(f"{plan.seconds:.3g}"), plan.shape.stages))
+        slower = plans[wanted:]
+        self.rejected += [Rejection(plan.shape, "slower", f"takes {format_seconds(plan.seconds)}") for plan in slower]
+        return plans[:wanted]
+
     def sized(self, shape: Shape) -> SizedProfile:
         return self.profile.of_micro_batch(self.global_batch // shape.micro_batches)
 
     def bound(self, shape: Shape) -> tuple[float, int]:
         """Returns a lower bound on the seconds, from computation and from copies, and the number of stages."""
-        sized, ranks, v = self.sized(shape), slice(shape.partitions), shape.stages_per_rank
+        sized, ranks = self.sized(shape), slice(shape.partitions)
         computation = shape.micro_batches * sum(sized.work) / sum(self.speeds[ranks])
         weights = sum(layer.weights for layer in self.profile.layers)
-        copies = (2 - 3 / v) * weights / sum(device.host for device in self.devices[ranks])
+        copies = weights / sum(device.host for device in self.devices[ranks])
         return float(f"{max(computation, copies):.9g}"), shape.stages
 
     def attempt_all(self, shape: Shape) -> int:
@@ -73,8 +70,7 @@ class _Search:
 
     def _attempt(self, shape: Shape) -> int:
         """Adds a plan if it fits. Returns the number of simulated actions."""
-        simulated = 0
-        misfit: Misfit | None = None
+        simulated, misfit = 0, None
         for remat in ("always", "offload_inputs"):
             plan = self._plan(shape, remat)
             limits = [device.memory for device in plan.devices]
@@ -88,15 +84,13 @@ class _Search:
                 misfit = _misfit(plan.peak_bytes, limits)
             if misfit is None:
                 break
-        if misfit is not None:
-            self.misfits.append((misfit, shape))
-            self.rejected.append(Rejection(shape, "too big", f"at best {misfit}"))
-        elif plan.host_bytes > self.choices.host_memory:
-            need, limit = format_bytes(plan.host_bytes), format_bytes(self.choices.host_memory)
-            self.misfits.append((Misfit(0, plan.host_bytes, self.choices.host_memory, "the host"), shape))
-            self.rejected.append(Rejection(shape, "too big", f"needs {need} of {limit} host memory"))
-        else:
+        if misfit is None and plan.host_bytes > self.choices.host_memory:
+            misfit = Misfit(0, plan.host_bytes, self.choices.host_memory, "the host")
+        if misfit is None:
             self.plans.append(plan)
+        else:
+            self.misfits.append((misfit, shape))
+            self.rejected.append(Rejection(shape, "too big", str(misfit)))
         return simulated
 
     def _plan(self, shape: Shape, remat: Remat) -> Plan:
@@ -105,7 +99,6 @@ class _Search:
         assert rank_of is not None
         work = tuple(map(add, sized.work, sized.forward))
         layers = most_even(work, tuple(speeds[rank] for rank in rank_of))
-        measured = self.profile.unit == "seconds"
         return Plan(
             micro_batches=shape.micro_batches,
             layers_per_partition=layers,
@@ -115,7 +108,7 @@ class _Search:
             names=tuple(layer.name for layer in sized.layers),
             work=tuple(each / speeds[0] for each in sized.work),
             costs=message_costs(sized, devices, speeds, layers, rank_of, host_remat=remat),
-            costs_by="time" if measured else "operations",
+            costs_by="time" if self.profile.unit == "seconds" else "operations",
             resident=shape.resident,
             global_batch=self.global_batch,
             devices=tuple(devices),

@@ -286,13 +286,7 @@ class Plan:
     def explain(self) -> str:
         """Describes the plan, its predicted cost, the next best plans, and why other plans were rejected."""
         return "\n".join(
-            [
-                *self._explain_plan(),
-                *self.explain_host(),
-                *self.explain_load(),
-                *self._explain_ranks(),
-                *self._explain_others(),
-            ]
+            [*self._explain_plan(), *self.explain_load(), *self._explain_ranks(), *self._explain_others()]
         )
 
     def _repr_html_(self) -> str | None:
@@ -318,6 +312,7 @@ class Plan:
             )
             plain = format_seconds(self.plain_seconds)
             yield f"training without gpipe takes {plain}, which is {comparison}"
+        yield from self.explain_host()
 
     def _explain_bound(self) -> Iterator[str]:
         if self.least_seconds:
@@ -347,24 +342,20 @@ class Plan:
         if self.resident is None:
             return
         held = f"; {format_bytes(self.host_bytes)} of host memory" if self.counted else ""
-        yield (
-            f"weights on the host: {self.stages_per_rank} stages per rank, {self.resident} loaded at the same "
-            f"time{held}"
-        )
+        stages = f"{self.stages_per_rank} stages per rank, {self.resident} loaded at the same time"
+        yield f"weights on the host: {stages}{held}"
         if any(cost.load for cost in self.costs):
             unit = "ms" if self.costs_by in ("time", "operations") else ""
-            copies, ideal = [0.0] * self.partitions, [replace(cost, load=0.0, unload=0.0) for cost in self.costs]
-            for action in self.program.actions:
-                copies[self.rank_of[action.stage]] += (
-                    self.costs[action.stage].load if action.kind is Kind.LOAD else 0.0
-                )
+            ideal = [replace(cost, load=0.0, unload=0.0) for cost in self.costs]
             timeline, least = self.simulation.timeline, simulate(self.program, ideal).timeline.seconds
+            loads = [[a.stage for a in row if a.kind is Kind.LOAD] for row in self.program.table]
+            copies = format_seconds(max(sum(self.costs[stage].load for stage in row) for row in loads), unit)
+            busiest = format_seconds(max(map(timeline.busy, range(self.partitions))), unit)
             share = timeline.seconds / least - 1 if least else 0.0
-            busiest = max(map(timeline.busy, range(self.partitions)))
+            bottleneck = "transfers" if share > TOLERATED_WAIT else "computation"
             yield (
-                f"a rank computes for {format_seconds(busiest, unit)} and loads weights for "
-                f"{format_seconds(max(copies), unit)}; waiting for copies adds {share:.1%}, so the bottleneck is "
-                f"{'transfers' if share > TOLERATED_WAIT else 'computation'}"
+                f"a rank computes for {busiest} and loads weights for {copies}; waiting for copies adds {share:.1%}, "
+                f"so the bottleneck is {bottleneck}"
             )
 
     def _explain_ranks(self) -> Iterator[str]:

@@ -20,7 +20,7 @@ from operator import attrgetter, itemgetter
 from gpipe.planner.search.candidates import AUTO, LARGE, Choices, Shape, least_seconds, likely_seconds
 from gpipe.planner.search.device import Device
 from gpipe.planner.search.fitting import Misfit, choose_offload
-from gpipe.planner.search.host_weights import plans_with_host_weights
+from gpipe.planner.search.host_weights import HostWeightsSearch
 from gpipe.planner.search.listing import ROUNDING_FACTOR
 from gpipe.planner.search.plan import Plan, Reason, Rejection
 from gpipe.planner.search.profile import Profile
@@ -201,11 +201,10 @@ class _Search:
             if choices.weights == "host":
                 raise ValueError(NO_HOST_SPEED)
             return None
-        plans, rejected, misfits = plans_with_host_weights(
-            self.profile, self.devices, self.global_batch, choices, self.wanted
-        )
-        self.rejected += rejected
-        self.misfits += misfits
+        search = HostWeightsSearch(self.profile, self.devices, self.global_batch, choices)
+        plans = search.best(self.wanted)
+        self.rejected += search.rejected
+        self.misfits += search.misfits
         return replace(plans[0], alternatives=tuple(plans[1:]), rejected=tuple(self.rejected)) if plans else None
 
     def _explain_no_fit(self) -> str:
