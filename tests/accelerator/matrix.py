@@ -38,7 +38,7 @@ from tests.accelerator.placing import (
     some_devices,
 )
 from tests.support import mixed_tasks, runs_alive
-from tests.support.mixed_tasks import generate_task, generate_way, is_statistic, run_plain, twin
+from tests.support.mixed_tasks import Task, Way, generate_task, generate_way, is_statistic, run_plain, twin
 from tests.support.odd_layers import Apply
 from tests.support.outcomes import Outcome, differences
 from tests.support.plain_loop import REMATS, plain_loop, same_bits, weights_of
@@ -57,6 +57,24 @@ def mixed(draw: Random) -> tuple[list[str], str]:
     way = generate_way(draw, task.model, ranks * SCHEDULES[name].stages_per_rank)
     if way is None:
         raise NoSuch
+    return compare(draw, task, replace(way, schedule=name), ranks)
+
+
+def on_host(draw: Random) -> tuple[list[str], str]:
+    """Any model with weights on the host, of which a few stages are on a device at once."""
+    task, ranks, each = generate_task(draw), draw.randint(1, 3), draw.randint(1, 4)
+    if task.model.norms and min(task.rows) < 2 * task.micro_batches:
+        raise NoSuch
+    way = generate_way(draw, task.model, ranks * each)
+    if way is None:
+        raise NoSuch
+    schedule, remat = gpipe.BreadthFirst(each, draw.randint(1, 3)), draw.choice(["always", "offload_inputs"])
+    way = replace(way, schedule=schedule, weights="host", remat=(remat,) * len(way.cut))
+    return compare(draw, task, way, ranks)
+
+
+def compare(draw: Random, task: Task, way: Way, ranks: int) -> tuple[list[str], str]:
+    """Runs a task on drawn devices and by the plain loop, and returns the names of results that differ."""
     devices = some_devices(draw, ranks)
     model = twin(task.model)
     moved(model.layers, FIRST)
@@ -68,10 +86,10 @@ def mixed(draw: Random) -> tuple[list[str], str]:
     given = placed(task, inputs_on, targets_on)
     with (
         on_streams(draw),
-        mixed_tasks.make(twin(task.model), task, replace(way, schedule=name), devices=devices) as pipe,
+        mixed_tasks.make(twin(task.model), task, way, devices=devices) as pipe,
     ):
         found = on_cpu(mixed_tasks.run(given, pipe))
-    said = f"{replace(way, schedule=name)}, {devices}, {inputs_on}, {targets_on}, {task.way}, {task.model.kinds}"
+    said = f"{way}, {devices}, {inputs_on}, {targets_on}, {task.way}, {task.model.kinds}"
     if apart := set(found) ^ set(expected):
         return sorted(apart), said
     return differences(found, expected, leave_out=is_statistic(task)), said
@@ -315,9 +333,11 @@ KINDS: dict[str, Callable[[Random], tuple[list[str], str]]] = {
     "failing": failing,
     "beside_cpus": beside_cpus,
 }
+ON_HOST = 300_000
 LATER: dict[int, dict[str, Callable[[Random], tuple[list[str], str]]]] = {
     100_000: {"trained": models.trained, "told": models.told},
     200_000: {"cast": cast},
+    ON_HOST: {"on_host": on_host},
 }
 """The kinds that are drawn from such a number on: numbers before stay what they were."""
 

@@ -19,6 +19,7 @@ from tests.support.kinds import KINDS
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
 LATER, LATEST = 100_000, 200_000  # from here on, models given whole are drawn, and what is cast
+ON_HOST = 300_000  # and from here on, weights on the host
 BLOCK, FEWER = 30, 10  # pipes that are drawn, in one process
 ORDERS = [order for order in orders() if order.elsewhere is None]
 
@@ -39,6 +40,12 @@ def ask(module: str, *arguments: object) -> tuple[int, str]:
 
 @pytest.mark.parametrize("first", range(0, 88 * BLOCK, BLOCK))
 def test_drawn_pipes_have_the_bits_of_the_devices_plain_loop_and_nothing_is_reported(first: int) -> None:
+    code, said = ask("matrix", "--first", first, "--count", BLOCK)
+    assert code == 0, said
+
+
+@pytest.mark.parametrize("first", range(ON_HOST, ON_HOST + 24 * BLOCK, BLOCK))
+def test_drawn_pipes_with_weights_on_the_host_have_the_bits_of_the_loop(first: int) -> None:
     code, said = ask("matrix", "--first", first, "--count", BLOCK)
     assert code == 0, said
 

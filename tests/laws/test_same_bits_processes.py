@@ -20,11 +20,13 @@ from tests.support.same_bits_stories import STORIES, maker, plain
 
 WORLDS = [1, 2, 3, 4]
 SEEDS = list(range(26))
+ON_HOST = {"schedule": "breadth_first", "weights": "host"}
 WAYS = [
     *((world, {}, 0.4) for world in WORLDS),
     *((2, {"placement": name, "each": 2}, 0.2) for name in PLACEMENTS),
     (3, {"placement": "v", "each": 2}, 0.2),
     *((world, {"schedule": name}, 0.2) for world in (2, 3) for name in SCHEDULES),
+    *((world, {**ON_HOST, "remat": remat}, 0.2) for world, remat in ((2, "always"), (3, "offload_inputs"))),
     *((2, {"schedule": name, "remat": "offload"}, 0.2) for name in ("gpipe", "interleaved")),
 ]
 """How many processes do what, and of how many models at least: not every model can be cut so."""
@@ -42,7 +44,14 @@ def test_models_that_mix_everything(
     world: int, how: dict[str, Any], least: float, tasks: list[tuple[Task, Digests, Digests]], pool: WorkerPool
 ) -> None:
     some = SEEDS[world % 2 :: 2] if how else SEEDS
-    given = [some, how.get("schedule", "gpipe"), how.get("placement", ""), how.get("each", 1), how.get("remat")]
+    given = [
+        some,
+        how.get("schedule", "gpipe"),
+        how.get("placement", ""),
+        how.get("each", 1),
+        how.get("remat"),
+        how.get("weights", "device"),
+    ]
     outcomes = answers(pool.run(jobs.mixed, *given, world=world))
     found = [[own for own in model if own is not None] for model in zip(*outcomes, strict=True)]
     assert sum(map(bool, found)) > least * len(found)

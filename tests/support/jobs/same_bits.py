@@ -26,6 +26,7 @@ def mixed(
     placement: str = "",
     each: int = 1,
     remat: str | None = None,
+    weights: str = "device",
 ) -> list[Digests | None]:
     """Models cut into as many stages as there are places, if they can be; None of the others."""
     stages = world * max(each, SCHEDULES[schedule].stages_per_rank)
@@ -36,7 +37,7 @@ def mixed(
         if way is None:
             found.append(None)
             continue
-        way = replace(way, driver="process", schedule=schedule if can else "zb_v")
+        way = replace(way, driver="process", weights=weights, schedule=schedule if can else "zb_v")
         way = replace(way, remat=(remat,) * stages) if remat else way
         with (
             placed(placement, each) if placement else nullcontext(),
