@@ -64,8 +64,11 @@ def resolve(
         layers = dict(traced.layers)
         mistakes.check(not arguments.ties, "ties= is only for a sequence of layers. Remove it.")
     elif not is_model(arguments.model):
-        read = build_layers(arguments.model, seed) if outline is None else (outline.layers, outline.mistakes)
-        layers, invalid = read
+        if outline is None:
+            in_files = arguments.weights == "host" and not accelerators()
+            layers, invalid = build_layers(arguments.model, seed, in_files=in_files)
+        else:
+            layers, invalid = outline.layers, outline.mistakes
     count = len(layers) + len(invalid) if layers else 0  # 0: unknown
     tied = _check_layers(layers, invalid, arguments.ties, mistakes) if traced is None else ()
     driver = _read_execution(arguments, mistakes)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from gpipe._torch.accelerator import CPU, default_generator, initialized_accelerators, keep_parameters, put_data
-from gpipe.stages.host_weights import move_to_host
+from gpipe.stages.host_weights import find_unsupported, move_to_host
 from gpipe.stages.invalid_layers import describe_invalid_layer, describe_invalid_sequence, required_arguments
 from gpipe.stages.memory_layout import moved
 from gpipe.stages.rng import rng_seed
@@ -37,9 +37,23 @@ def is_maker(layer: object) -> bool:
     return callable(layer) and not is_module and not is_of_torch and required_arguments(layer) == []
 
 
-def build_layers(layers: object, seed: int) -> tuple[dict[str, nn.Module], list[str]]:
-    """Builds all layers. Returns them by name, and messages about values that are not layers."""
-    return name_layers(layers, lambda maker, index: build(maker, seed, index))
+def build_layers(layers: object, seed: int, *, in_files: bool = False) -> tuple[dict[str, nn.Module], list[str]]:
+    """Builds all layers. Returns them by name, and messages about values that are not layers.
+
+    Args:
+        layers: The layers that the user passed.
+        seed: The seed of the pipe.
+        in_files: Whether to move the parameters of each layer to files before the next layer is built, because they
+            may not fit in memory together.
+    """
+
+    def make(maker: Maker, index: int) -> object:
+        layer = build(maker, seed, index)
+        if in_files and isinstance(layer, nn.Module) and not find_unsupported({str(index): layer}):
+            move_to_host(layer, CPU)
+        return layer
+
+    return name_layers(layers, make)
 
 
 def name_layers(layers: object, make: Callable[[Maker, int], object]) -> tuple[dict[str, nn.Module], list[str]]:
