@@ -7,10 +7,11 @@ per process.
 """
 
 import argparse
+import copy
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -71,6 +72,53 @@ def on_host(draw: Random) -> tuple[list[str], str]:
     schedule, remat = gpipe.BreadthFirst(each, draw.randint(1, 3)), draw.choice(["always", "offload_inputs"])
     way = replace(way, schedule=schedule, weights="host", remat=(remat,) * len(way.cut))
     return compare(draw, task, way, ranks)
+
+
+class Clamps(nn.Linear):
+    """Writes its weight in the forward pass, and may raise in the backward pass."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.2, 0.2)
+        output = super().forward(x)
+        if self.fails:
+            output.register_hook(self.fail)
+        return output
+
+    def fail(self, gradient: Tensor) -> Tensor:
+        raise KeyError
+
+
+def written_on_host(draw: Random) -> tuple[list[str], str]:
+    """Weights that layers write, and an exception in a backward pass, after which gradients on the host are whole."""
+    with weights_of(1):
+        reference = [Clamps(WIDTH, WIDTH) for _ in range(6)]
+    layers = copy.deepcopy(reference)
+    moved(reference, FIRST)
+    total = plain_loop(reference, X.to(FIRST), Y.to(FIRST), F.mse_loss, micro_batches=M, seed=3, step=0)
+    expected = on_cpu({"loss": total} | {f"{at} {name}": t for at, name, t in tensors_of(reference)})
+    layers[2].fails = draw.random() < 0.7
+    schedule, driver = gpipe.BreadthFirst(6, draw.randint(1, 3)), draw.choice(["threads", "lockstep"])
+    with on_streams(draw):
+        pipe = gpipe.GPipe(layers, 1, M, schedule=schedule, weights="host", driver=driver, seed=3, devices=FIRST)
+        pipe.verify_steps = False
+        found: Outcome = {}
+        with suppress(KeyError):
+            found["loss"] = pipe.step(X, Y, F.mse_loss)
+        found = on_cpu(found) | {f"{at} {name}": t for at, name, t in tensors_of(layers)}
+    if layers[2].fails:  # The gradients of the layers after it are whole.
+        expected = {name: t for name, t in expected.items() if name[0] in "345"}
+        found = {name: t for name, t in found.items() if name in expected}
+    return differences(found, expected), f"{schedule}, {driver}, fails: {layers[2].fails}"
+
+
+def tensors_of(layers: Sequence[nn.Module]) -> Iterator[tuple[int, str, Tensor | None]]:
+    for at, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            yield at, name, parameter.detach()
+            yield at, f"{name}.grad", parameter.grad
 
 
 def compare(draw: Random, task: Task, way: Way, ranks: int) -> tuple[list[str], str]:
@@ -337,7 +385,7 @@ ON_HOST = 300_000
 LATER: dict[int, dict[str, Callable[[Random], tuple[list[str], str]]]] = {
     100_000: {"trained": models.trained, "told": models.told},
     200_000: {"cast": cast},
-    ON_HOST: {"on_host": on_host},
+    ON_HOST: {"on_host": on_host, "written_on_host": written_on_host},
 }
 """The kinds that are drawn from such a number on: numbers before stay what they were."""
 

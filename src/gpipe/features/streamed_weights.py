@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gpipe._torch.accelerator import put_data, queued_on, queues
 from gpipe._torch.autograd import PLAIN
-from gpipe._torch.host_memory import allocate_in_file, is_in_file, release_pages
+from gpipe._torch.host_memory import allocate_in_file, give_back, is_in_file, release_pages
 from gpipe.features.host_copies import CopyingFeature, HostCopy
 from gpipe.features.verification.feature import Verification
 from gpipe.runtime.compiled_table import CompiledAction, CompiledTable
@@ -287,6 +287,7 @@ class FileWeights(_LoadedStages):
 
     def _start_load(self, weights: Sequence[LoadedWeight], trains: bool) -> Callable[[], Stamp]:
         def load() -> float:
+            give_back(0)  # Otherwise freed copies count as memory of the process.
             for each in weights:
                 gradient = each.gradient if trains else None
                 each.copies = copy_of(each.host), None if gradient is None else copy_of(gradient)

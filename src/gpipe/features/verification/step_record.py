@@ -28,7 +28,7 @@ from gpipe.schedule.cost import VERIFIED_MICRO_BATCHES
 from gpipe.schedule.rules import BACKWARDS
 from gpipe.stages.boundary import BoundaryInput, BoundaryValue, Gradients, copy_boundary, leaves_of
 from gpipe.stages.digest import Digest, differ, digest
-from gpipe.stages.memory_layout import copy_of
+from gpipe.stages.memory_layout import copy_of, moved
 from gpipe.stages.messages import Message
 from gpipe.stages.stage import HOOKED_NODE, Layer, Stage, StageCall
 from gpipe.stages.tree import Tree, replace_tensors, tensors_in
@@ -126,7 +126,8 @@ class StageRecord:
         """Sets the `.grad` of the stage's leaves to the values before the step."""
         for key, leaf in self.weights.leaves.items() if self.weights is not None else ():
             before = self.weights.before[key] if self.weights is not None else None
-            leaf.grad = None if before is None else copy_of(before)
+            # The weights of a stage may be loaded, while the copy is on the host.
+            leaf.grad = None if before is None else moved(copy_of(before), leaf.device)
 
     def drop_gradients(self) -> None:
         for leaf in self.weights.leaves.values() if self.weights is not None else ():
