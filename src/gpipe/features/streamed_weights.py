@@ -128,12 +128,13 @@ class _LoadedStages:
         """Frees the copies, and starts to copy gradients, and weights that layers have written, to the host."""
         self.await_load(stage)  # if no action has used the weights
         self.finish()
-        pairs = list[tuple[Tensor, Tensor]]()
+        pairs, writes = list[tuple[Tensor, Tensor]](), False
         for loaded in self.weights[stage]:
             weight, gradient = loaded.weight, loaded.weight.grad
             if gradient is not None and not trains:
                 raise RuntimeError(ACCUMULATED.format(stage=stage))
             if loaded.is_written:
+                writes = True
                 pairs.append((weight.data, loaded.host))
             if trains and gradient is None:
                 loaded.gradient = None
@@ -147,6 +148,8 @@ class _LoadedStages:
         del self.weights[stage]
         _loaded.discard(stage)
         self.last = self._leaving = HostCopy(action, self.stream.stamp(), self._start_free(pairs))
+        if writes:  # The next LOAD may read these weights, if a different stage shares them.
+            self.finish()
 
     def finish(self) -> None:
         """Waits until the gradients of the last FREE are on the host. Then their memory on the device is free."""
@@ -342,7 +345,6 @@ class PinnedWeights(_LoadedStages):
             )
             sources, copies = (each.host, gradient), each.copies
             pairs += [(a, b) for a, b in zip(sources, copies, strict=True) if a is not None and b is not None]
-        self._to_device.wait_stream(self._to_host)  # A FREE may still write the gradients that are copied.
         ended = self._copy(pairs, self._to_device)
         return partial(self._make_rank_wait, ended)
 
