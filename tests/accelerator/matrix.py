@@ -101,7 +101,8 @@ def written_on_host(draw: Random) -> tuple[list[str], str]:
     layers = copy.deepcopy(reference)
     moved(reference, FIRST)
     total = plain_loop(reference, X.to(FIRST), Y.to(FIRST), F.mse_loss, micro_batches=M, seed=3, step=0)
-    expected = on_cpu({"loss": total} | {f"{at} {name}": t for at, name, t in tensors_of(reference)})
+    expected: Outcome = {"loss": total}
+    expected = on_cpu(expected | {f"{at} {name}": t for at, name, t in tensors_of(reference)})
     layers[2].fails = draw.random() < 0.7
     schedule, driver = gpipe.BreadthFirst(6, draw.randint(1, 3)), draw.choice(["threads", "lockstep"])
     with on_streams(draw):
