@@ -15,6 +15,7 @@ from tests.support import progress
 REHEARSED = {
     "bits": "passed",
     "shared": "passed",
+    "weights": "passed",
     "several": "passed",
     "nccl": "passed",  # with gloo in its place, which it says
     "memory": "passed",
@@ -59,7 +60,7 @@ def test_all_parts_are_rehearsed_and_what_is_not_is_listed(tmp_path: Path) -> No
         assert (tmp_path / "results" / f"{name}.log").exists()
 
 
-@pytest.mark.parametrize("name", ["several", "memory", "graphs"])
+@pytest.mark.parametrize("name", ["several", "weights", "memory", "graphs"])
 def test_a_part_is_rehearsed(name: str, tmp_path: Path) -> None:
     status, said, parts = rehearse(tmp_path, "--part", name)
     assert status == 0, said

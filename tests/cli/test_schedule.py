@@ -69,6 +69,15 @@ def test_sharded_stages_are_gathered_while_their_rank_waits(capsys: pytest.Captu
     assert "the busiest rank works 3 of 9 units" in text  # both ranks gather at once
 
 
+def test_weights_on_the_host_are_loaded_while_the_stage_before_computes(capsys: pytest.CaptureFixture[str]) -> None:
+    how = ["-k", "1", "-m", "1", "--stages-per-rank", "3", "--rank", "0"]
+    text = said(capsys, "breadth_first", *how, "--load", "2")
+    loads = "0LOAD0 1LOAD0 0F0 0FREE0 2LOAD0 1F0 2F0 2B0 2FREE0 0LOAD1 1B0 1FREE0 0B0 0FREE1"
+    assert text.endswith(f"breadth_first, rank 0: {loads}\n")
+    assert "the busiest rank works 9 of 15 units" in text  # the first load, and the last gradients
+    assert "LOAD" not in said(capsys, "breadth_first", *how)
+
+
 def test_costs_stretch_the_picture(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "zb_h1", "-k", "2", "-m", "2", "--forward", "2", "--backward-weight", ".5")
     assert "the busiest rank works 7 of 9.5 units" in text

@@ -1,6 +1,7 @@
 """Implements `gpipe schedule`: draws a schedule, or two schedules to compare."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, NamedTuple
 
 import tyro
@@ -20,7 +21,7 @@ from gpipe.recipes.options.training import (
 )
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.large_tables import LargeTable
-from gpipe.schedule.lower import place_shards
+from gpipe.schedule.lower import place_loads, place_shards
 from gpipe.schedule.program import Program, Table
 from gpipe.schedule.schedules import SCHEDULES
 from gpipe.schedule.schedules.by_name import table_of
@@ -63,6 +64,7 @@ def schedule(
     backward_input: Positive = 1.0,
     backward_weight: Positive = 1.0,
     gather: NotNegative = 0.0,
+    load: NotNegative = 0.0,
     svg: OptionalPath = None,
     csv: OptionalPath = None,
     rank: Annotated[int | None, optional("INT"), INTEGER] = None,
@@ -82,6 +84,8 @@ def schedule(
         backward_input: Duration of a stage's input-gradient pass (I).
         backward_weight: Duration of a stage's weight-gradient pass (W). A whole backward pass (B) takes I plus W.
         gather: Duration of all-gathering a stage's weights from replicas (UNSHARD). With 0, stages are not sharded.
+        load: Duration of copying a stage's weights from the host (LOAD), and its gradients to the host (FREE). With
+            0, weights stay on the devices.
         svg: Draw the schedules to this SVG file.
         csv: Write the table of one schedule to this CSV file. `Program.from_csv` reads this file.
         rank: Also print all actions of this rank in order.
@@ -89,7 +93,7 @@ def schedule(
     with exit_on_user_errors():
         names = [name, other] if other else [name]
         times = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
-        problems = list(out_of_bounds(schedule, {**times, "gather": gather}))
+        problems = list(out_of_bounds(schedule, {**times, "gather": gather, "load": load}))
         for flag, numbers in (("--stages-per-rank", stages_per_rank or (0,)), ("--slices", slices)):
             if len(numbers) not in (1, len(names)):
                 problems.append(f"{flag}: got {len(numbers)} numbers. Pass one number, or one number per schedule.")
@@ -102,7 +106,7 @@ def schedule(
         tables = [(*table_of(each, partitions, micro_batches, held, parts), parts) for each, held, parts in requests]
         most = max(len(placement) for _, placement, _ in tables)
         many = most * micro_batches * max(slices) > MOST_DRAWN
-        large = many and not gather and all(isinstance(table, Rows) for table, _, _ in tables)
+        large = many and not gather and not load and all(isinstance(table, Rows) for table, _, _ in tables)
         if large and (svg or csv):
             raise ValueError(
                 f"--svg, --csv: stages times micro-batches exceed {MOST_DRAWN}. Remove these options, or print the "
@@ -112,14 +116,16 @@ def schedule(
         for each, (table, placement, parts) in zip(names, tables, strict=True):
             scale = most / len(placement)  # All schedules do the same work, so fewer stages take longer each.
             forwards, inputs, weights = (scale / parts * time for time in times.values())
-            costs = [StageCost(forwards, inputs + weights, inputs, weights, gather=scale * gather)] * len(placement)
+            cost = StageCost(forwards, inputs + weights, inputs, weights, gather=scale * gather)
+            costs = [replace(cost, load=scale * load, unload=scale * load)] * len(placement)
             program = Program.of(() if large else table, micro_batches * parts, rank_of=placement, slices=parts)
             program = place_shards(program, range(len(placement)) if gather else ())
+            program = place_loads(program, range(len(placement)) if load else ())
             if large and isinstance(table, Rows):
                 simulated = LargeTable(table, placement).figures(costs)
             else:
                 simulated = figures(program, costs)
-            timed.append(TimedSchedule(each, program.table if gather else table, program, simulated))
+            timed.append(TimedSchedule(each, program.table if gather or load else table, program, simulated))
         if svg is not None:
             picture = timelines_svg({drawn.title: drawn.figures.timeline for drawn in timed}, unit="")
             svg.write_text(picture, encoding="utf-8")

@@ -60,8 +60,11 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
-def train_reference(task: Task, device: torch.device) -> State:
-    """Trains with the reference loop. Uses one CPU thread, like the ranks of a pipe."""
+def train_reference(task: Task, device: torch.device, *, on_host: bool = False) -> State:
+    """Trains with the reference loop. Uses one CPU thread, like the ranks of a pipe.
+
+    With `on_host`, the optimizer updates copies of the weights on the host.
+    """
     layers, x, y = task()
     whole = nn.Sequential(*layers).to(device)
     parts = list(zip(x.to(device).tensor_split(M), y.to(device).tensor_split(M), strict=True))
@@ -79,7 +82,7 @@ def train_reference(task: Task, device: torch.device) -> State:
         return total
 
     with one_thread():
-        return _run_steps(whole, step)
+        return _run_steps(whole, step, on_host=on_host)
 
 
 def train(task: Task, placement: Sequence[torch.device], **settings: Any) -> State:
@@ -88,6 +91,9 @@ def train(task: Task, placement: Sequence[torch.device], **settings: Any) -> Sta
     x, y = x.to(placement[0]), y.to(placement[-1])
     if settings.get("driver") != "process":  # A process chooses its own device.
         settings["devices"] = list(placement)
+    if "weights" in settings:
+        with gpipe.GPipe(layers, len(placement), M, seed=SEED, **settings) as pipe:
+            return _run_steps(pipe, lambda _: pipe.step(x, y, loss_of))
     planned = {name: settings.pop(name) for name in ("schedule", "remat") if name in settings}
     costs = [1.0] * len(layers)
     plan = gpipe.find_plan(layers, None, len(placement), micro_batches=M, costs=costs, balance="variance", **planned)
@@ -95,12 +101,18 @@ def train(task: Task, placement: Sequence[torch.device], **settings: Any) -> Sta
         return _run_steps(pipe, lambda _: pipe.step(x, y, loss_of))
 
 
-def _run_steps(module: nn.Module, step: Callable[[int], Tensor]) -> State:
-    optimizer, state = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), State()
+def _run_steps(module: nn.Module, step: Callable[[int], Tensor], *, on_host: bool = False) -> State:
+    parameters, state = [*module.parameters()], State()
+    updated = [p.detach().cpu().requires_grad_() for p in parameters] if on_host else parameters
+    optimizer = torch.optim.SGD(updated, lr=0.1, momentum=0.9)
     for number in range(STEPS):
-        optimizer.zero_grad()
+        module.zero_grad()
         state[f"loss {number}"] = step(number).cpu()
+        for copy, p in zip(updated, parameters, strict=True) if on_host else ():
+            copy.grad = None if p.grad is None else p.grad.cpu()
         optimizer.step()
+        for copy, p in zip(updated, parameters, strict=True) if on_host else ():
+            p.data.copy_(copy.detach())
     state |= {f"{name}.grad": p.grad.cpu() for name, p in module.named_parameters() if p.grad is not None}
     return state | {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
 
@@ -169,6 +181,19 @@ def shared(every: int) -> Iterator[Finding]:
     for ranks in (1, 2, 4, 8):
         loop = partial(train_reference, text, first)
         yield from compare(f"K={ranks} on {first}", text, loop, [first] * ranks, pipes)
+
+
+def weights(every: int) -> Iterator[Finding]:
+    """Checks pipes with weights on the host. The optimizer of the reference loop runs on the host, too."""
+    first = devices()[0]
+    each = product((2, 4), (1, 2, 3), ("always", "offload_inputs"), ("threads", "lockstep"))
+    pipes = [
+        {"schedule": gpipe.BreadthFirst(stages, resident), "remat": remat, "driver": driver, "weights": "host"}
+        for stages, resident, remat, driver in each
+    ]
+    for name, task in (("images", images), ("text", text)):
+        loop = partial(train_reference, task, first, on_host=True)
+        yield from compare(f"{name}, weights on the host", task, loop, [first] * 2, pipes[::every])
 
 
 def several(every: int) -> Iterator[Finding]:

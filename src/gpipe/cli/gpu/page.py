@@ -22,7 +22,7 @@ QUICK = 7  # Runs every seventh pipe. A prime number, so that all schedules and 
 WIDTH = 112
 CHECKOUT = Path(__file__).parents[4]
 MODULES = {
-    "gpipe.cli.gpu.bits": ("bits", "shared", "several", "nccl"),
+    "gpipe.cli.gpu.bits": ("bits", "shared", "weights", "several", "nccl"),
     "tests.gpu.work": ("memory", "speed"),  # The modules of tests need a checkout.
     "tests.gpu.parts": ("beside", "host", "graphs", "sanitizer", "tests"),
 }
