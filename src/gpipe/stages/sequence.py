@@ -38,13 +38,16 @@ def is_maker(layer: object) -> bool:
 
 
 def build_layers(layers: object, seed: int, *, in_files: bool = False) -> tuple[dict[str, nn.Module], list[str]]:
-    """Builds all layers. Returns them by name, and messages about values that are not layers.
+    """Builds all layers.
 
     Args:
         layers: The layers that the user passed.
         seed: The seed of the pipe.
         in_files: Whether to move the parameters of each layer to files before the next layer is built, because they
             may not fit in memory together.
+
+    Returns:
+        The layers by name, and messages about values that are not layers.
     """
 
     def make(maker: Maker, index: int) -> object:
