@@ -35,11 +35,11 @@ from torch.nn import functional as F
 import gpipe
 from bench.machine import facts
 from bench.report import RESULTS, describe, spread, table, with_time_left, write
-from gpipe._torch.host_memory import give_back
 from gpipe.features import streamed_weights
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.simulate import simulate
 from gpipe.stages import memory_layout
+from gpipe.stages.host_memory import give_back
 
 MIB = 2**20
 LAYERS, WIDTH, ROWS, MICRO_BATCHES, STEPS = 48, 1024, 16, 4, 3

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gpipe._torch.host_memory import give_back, in_file, is_in_file
+from gpipe.stages.host_memory import give_back, in_file, is_in_file
 
 FORKED = (
     "optimizer.step(): gpipe.offload moved the state of the optimizer to files before this process was forked, and "

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import gpipe
-from gpipe._torch.host_memory import is_in_file
 from gpipe.features import streamed_weights
 from gpipe.features.streamed_weights import _LoadedStages
 from gpipe.schedule.action import Kind
+from gpipe.stages.host_memory import is_in_file
 from tests.support.mixed_tasks import generate_task, generate_way, is_statistic, run_pipe, run_plain, whole
 from tests.support.outcomes import differences
 from tests.support.plain_loop import Loop, all_same_bits, assert_same_bits, same_bits, weights_of
@@ -255,8 +255,41 @@ def test_what_weights_on_the_host_do_not_support_is_refused_at_once() -> None:
     assert "remat='never'" in str(caught.value)
     with pytest.raises(ValueError, match="weights='disk' is unknown"):
         gpipe.GPipe(linear(), 2, 4, weights="disk")
-    with pytest.raises(ValueError, match="resident=0"):
+    with pytest.raises(ValueError, match="resident=0") as caught:
         pipe_of(linear(), resident=0)
+    assert "requires schedule=" not in str(caught.value)
+
+
+class KeepsAlias(nn.Linear):
+    """Has a buffer that shares memory with its weight."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("kept", self.weight.detach())
+
+
+def test_a_buffer_that_shares_memory_with_a_weight_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"3\.kept shares memory with 3\.weight.*\[weights-share-memory\]"):
+        pipe_of([*linear(3), KeepsAlias()])
+
+
+class Empty(nn.Linear):
+    """Has a weight without elements."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.empty.sum()
+
+
+def test_weights_without_elements_are_trained() -> None:
+    with weights_of(1):
+        layers = [Empty(), *linear(3)]
+    pipe, loop = pipe_of(layers), Loop(copy.deepcopy(layers), 4, 0)
+    assert same_bits(pipe.step(X, Y, mse_loss), loop.step(X, Y, mse_loss))
+    assert_same_bits(pipe, [*loop])
 
 
 def test_weights_that_share_memory_are_refused() -> None:

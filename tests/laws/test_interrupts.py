@@ -14,9 +14,9 @@ from torch.nn.functional import mse_loss
 
 import gpipe
 from gpipe._torch.dispatcher import is_key_included
-from gpipe._torch.host_memory import is_in_file
 from gpipe.features import batch_norm, streamed_weights
 from gpipe.stages import rng
+from gpipe.stages.host_memory import is_in_file
 from tests.support.interrupts import find_places, interrupt
 from tests.support.plain_loop import weights_of
 

@@ -34,7 +34,6 @@ from torch import Tensor, UntypedStorage
 
 from gpipe._torch.accelerator import queued_on, queues
 from gpipe._torch.autograd import SavedTensor, memory_users, unpack
-from gpipe._torch.host_memory import LIBC, give_back, room_for
 from gpipe.features.host_copies import CopyingFeature, HostCopy
 from gpipe.runtime.compiled_table import CompiledAction, CompiledTable
 from gpipe.runtime.feature import Work
@@ -42,6 +41,7 @@ from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.streams import DeviceStream, RankStream, Stamp, event_on
 from gpipe.schedule.action import MOVES, Action, Kind
 from gpipe.schedule.rules import BACKWARDS
+from gpipe.stages.host_memory import LIBC, give_back, room_for
 from gpipe.stages.tree import tensors_in
 
 Host: TypeAlias = "FileHost | PinnedHost"

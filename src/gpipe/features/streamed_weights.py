@@ -22,7 +22,6 @@ from torch import Tensor
 
 from gpipe._torch.accelerator import put_data, queued_on, queues
 from gpipe._torch.autograd import PLAIN
-from gpipe._torch.host_memory import allocate_in_file, give_back, is_in_file, release_pages
 from gpipe.features.host_copies import CopyingFeature, HostCopy
 from gpipe.features.verification.feature import Verification
 from gpipe.runtime.compiled_table import CompiledAction, CompiledTable
@@ -33,6 +32,7 @@ from gpipe.schedule.action import COMPUTE, STREAMS, Action, Kind
 from gpipe.schedule.program import Program
 from gpipe.schedule.rules import BACKWARD_PARTS
 from gpipe.stages.digest import Digest, differ, digest
+from gpipe.stages.host_memory import allocate_in_file, give_back, is_in_file, release_pages
 from gpipe.stages.host_weights import UNSUPPORTED
 from gpipe.stages.memory_layout import copy_of, version
 from gpipe.stages.stage import Stage

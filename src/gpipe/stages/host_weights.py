@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from gpipe._torch.accelerator import CPU, put_data, queues
 from gpipe._torch.autograd import PLAIN
-from gpipe._torch.host_memory import in_file, is_in_file
+from gpipe.stages.host_memory import in_file, is_in_file
 from gpipe.stages.memory_layout import alignment, moved, storage_address
 
 UNSUPPORTED = (
@@ -33,6 +33,11 @@ def find_unsupported(layers: Mapping[str, nn.Module]) -> list[str]:
                 other, user = users.setdefault(address, (name, parameter))
                 if user is not parameter:
                     mistakes.append(SHARES.format(name=name, other=other))
+    for layer_name, layer in layers.items():
+        for buffer_name, buffer in layer.named_buffers():
+            if (address := storage_address(buffer)) in users:
+                name = f"{layer_name}.{buffer_name}"
+                mistakes.append(SHARES.format(name=name, other=users[address][0]))
     return mistakes
 
 
@@ -55,11 +60,11 @@ def move_to_host(module: nn.Module, device: torch.device) -> None:
 def _on_host(weight: Tensor, device: torch.device) -> Tensor:
     """Copies a weight to the host, with its strides and alignment.
 
-    If the elements are not dense in memory, a CPU keeps the weight as it is.
+    A CPU keeps a weight as it is if it is empty, or if its elements are not dense in memory.
     """
     if queues(device):
         return torch.empty_like(weight, device=CPU, pin_memory=True).copy_(weight)
     aligned, is_dense = alignment(weight), torch.empty_like(weight, device="meta").stride() == weight.stride()
-    if not is_dense or aligned % weight.itemsize or is_in_file(weight):
+    if not weight.numel() or not is_dense or aligned % weight.itemsize or is_in_file(weight):
         return weight
     return in_file(weight, aligned)
