@@ -32,8 +32,8 @@ from gpipe.schedule.action import COMPUTE, STREAMS, Action, Kind
 from gpipe.schedule.program import Program
 from gpipe.schedule.rules import BACKWARD_PARTS
 from gpipe.stages.digest import Digest, differ, digest
-from gpipe.stages.host_memory import allocate_in_file, give_back, is_in_file, release_pages
-from gpipe.stages.host_weights import UNSUPPORTED
+from gpipe.stages.host_memory import allocate_in_file, give_back, release_pages
+from gpipe.stages.host_weights import UNSUPPORTED, is_on_host
 from gpipe.stages.memory_layout import copy_of, version
 from gpipe.stages.stage import Stage
 
@@ -111,7 +111,9 @@ class _LoadedStages:
         if stage in _loaded:
             raise RuntimeError(LOADED_TWICE.format(stage=stage))
         loaded = self.weights[stage] = [
-            LoadedWeight(weight, weight.data, weight.grad) for weight in weights if self.is_streamed(weight)
+            LoadedWeight(weight, weight.data, weight.grad)
+            for weight in weights
+            if is_on_host(weight, self.stream.device)
         ]
         _loaded.add(stage)
         self.last = self._arriving[stage] = HostCopy(action, self.stream.stamp(), self._start_load(loaded, trains))
@@ -165,10 +167,6 @@ class _LoadedStages:
                 loaded.put_back()
             del self.weights[stage]
             _loaded.discard(stage)
-
-    def is_streamed(self, weight: Tensor) -> bool:
-        """Whether a weight is loaded. Other weights stay where they are."""
-        raise NotImplementedError
 
     def allocate(self, gradient: Tensor) -> Tensor:
         """Allocates memory on the host for a gradient."""
@@ -277,9 +275,6 @@ class FileWeights(_LoadedStages):
         super().__init__(stream)
         self._thread: ThreadPoolExecutor | None = None
 
-    def is_streamed(self, weight: Tensor) -> bool:
-        return is_in_file(weight)
-
     def allocate(self, gradient: Tensor) -> Tensor:
         return allocate_in_file(gradient)
 
@@ -324,9 +319,6 @@ class PinnedWeights(_LoadedStages):
     def __init__(self, stream: RankStream) -> None:
         super().__init__(stream)
         self._to_device, self._to_host = torch.Stream(stream.device), torch.Stream(stream.device)
-
-    def is_streamed(self, weight: Tensor) -> bool:
-        return weight.is_cpu
 
     def allocate(self, gradient: Tensor) -> Tensor:
         return torch.empty_like(gradient, device="cpu", pin_memory=True)
