@@ -40,9 +40,12 @@ class Misfit:
         return self.bytes / self.limit
 
     def __str__(self) -> str:
-        place = self.place or f"rank {self.rank}"
-        held = f"{'at least ' if self.is_bound else ''}{format_bytes(self.bytes)}"
-        return f"{place} needs {held} of {format_bytes(self.limit)} with recomputation everywhere"
+        held = f"{'at least ' if self.is_bound else ''}{format_bytes(self.bytes)} of {format_bytes(self.limit)}"
+        return (
+            f"{self.place} needs {held}"
+            if self.place
+            else f"rank {self.rank} needs {held} with recomputation everywhere"
+        )
 
 
 class Fitting:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import add, itemgetter
+from operator import add, attrgetter, itemgetter
 
 from gpipe.planner.search.candidates import Choices, Shape
 from gpipe.planner.search.device import Device
@@ -84,8 +84,9 @@ class HostWeightsSearch:
                 misfit = _misfit(plan.peak_bytes, limits)
             if misfit is None:
                 break
-        if misfit is None and plan.host_bytes > self.choices.host_memory:
-            misfit = Misfit(0, plan.host_bytes, self.choices.host_memory, "the host")
+        if plan.host_bytes > self.choices.host_memory:
+            host = Misfit(0, plan.host_bytes, self.choices.host_memory, "the host")
+            misfit = max(host, misfit or host, key=attrgetter("excess"))  # The reason that most prevents this shape.
         if misfit is None:
             self.plans.append(plan)
         else:

@@ -215,9 +215,10 @@ class _Search:
             hosts = (
                 "" if all(device.host for device in self.devices) else ", Device(host=...) for weights on the host"
             )
+            remedy = "a larger host_memory=" if misfit.place else f"more micro-batches{hosts}"
             return (
                 f"No plan fits in memory. The closest is {shape}, in which {misfit}. Use more or larger devices, "
-                f"more micro-batches{hosts}, or smaller layers. [nothing-fits]"
+                f"{remedy}, or smaller layers. [nothing-fits]"
             )
         reasons = "; ".join(map(str, {each.reason: each for each in self.rejected}.values()))
         return (
