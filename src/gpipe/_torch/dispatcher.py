@@ -184,7 +184,7 @@ class Fakes:
 def without_memory(
     kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool
 ) -> Tensor:
-    """Returns a tensor of a class with `__torch_dispatch__`, without memory. Even in a fake mode, it is not fake."""
+    """Returns a tensor without memory, of a class with `__torch_dispatch__`. A fake mode does not make it fake."""
     return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device, requires_grad=requires_grad)
 
 

@@ -86,8 +86,9 @@ def load_weights(
     odd = [name for name in files.file_of if known and name not in known]  # Empty if files cannot be read.
     if odd and (strict or findings):
         findings.append(
-            f"The model lacks {list_names(odd)} of the files. Pass rename= or strict=False. If transformers saved "
-            f"the model with older names, load it with from_pretrained, and call gpipe.save_weights(folder, model)."
+            f"The files contain {list_names(odd)}, which the model lacks. Pass rename= or strict=False. If "
+            f"transformers saved the model with older names, load it with from_pretrained, and call "
+            f"gpipe.save_weights(folder, model)."
         )
     if findings:
         raise CheckpointError(path, findings, DOES_NOT_FIT)

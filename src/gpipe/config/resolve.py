@@ -212,7 +212,9 @@ def _check_costs(
     message = "costs= cannot be measured, because no process has all layers. Remove sample=, or pass plan=."
     mistakes.check(not (is_spread and needs_run), message)
     if traced is not None:
-        mistakes.check(costs != "flops", "costs='flops' does not support models. Use 'time' or 'params'.")
+        mistakes.check(
+            costs != "flops", "costs='flops' needs a list of layers. For a model, use costs='time' or 'params'."
+        )
         message = "costs= cannot be measured, because the model is on the meta device. Pass costs=[...] or 'params'."
         mistakes.check(costs is None or not needs_run or not traced.lacks_values, message)
 

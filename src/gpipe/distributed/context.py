@@ -152,7 +152,7 @@ class ProcessContext(Context):
         try:
             gathered = self.processes.finish_run((value, seconds, record, self._sharded))
         except TypeError as error:
-            error.add_note(f"rank {endpoint.rank} was sending the metrics that loss_fn returned to the other ranks")
+            error.add_note(f"rank {endpoint.rank} was sending the results of loss_fn to other ranks")
             raise
         for _, _, _, sharded in gathered:
             self.engine.gather({stage: GatheredWeights(*each) for stage, *each in sharded})

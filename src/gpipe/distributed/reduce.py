@@ -316,7 +316,7 @@ class Shards:
 
 
 def shards_over_replicas(module: nn.Module, position: Position) -> bool:
-    """Returns whether all sharded parameters of a module are sharded over exactly the replicas."""
+    """Whether the mesh of each sharded parameter of a module consists of the replicas and no other processes."""
     ranks = [position.members[rank] for rank in position.dp_ranks]
     sharded = filter(is_sharded_over_replicas, module.parameters())
     return all(p.device_mesh.mesh.flatten().tolist() == ranks for p in sharded)  # type: ignore[attr-defined]

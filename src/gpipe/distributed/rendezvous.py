@@ -266,7 +266,8 @@ class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
         """Processes the next message. Returns whether one arrived within `seconds`.
 
         Raises:
-            RemoteError: If a process failed or ended. A reported failure is raised before an end without a report.
+            RemoteError: If a process failed or ended. If one process reported an error and a different process ended
+                without a report, the reported error is raised.
             RendezvousRestarted: If the message belongs to a newer rendezvous.
         """
         try:

@@ -77,11 +77,11 @@ NO_LENGTH = (
 )
 CACHE_IMPLEMENTATION, PREFILL_CHUNKS = "cache_implementation", "prefill_chunk_size"
 UNSUPPORTED = {
-    "assistant_early_exit": "it skips layers, which are in different stages. Call generate of the model itself",
-    "assistant_model": "a pipe has only one model. Call generate of the model itself",
+    "assistant_early_exit": "it skips layers, which are in different stages. Call model.generate without a pipe",
+    "assistant_model": "a pipe has only one model. Call model.generate without a pipe",
     "past_key_values": "each rank creates the cache of its own layers. Remove it",
     "return_dict_in_generate": "a pipe returns only the tokens of all micro-batches. Remove it",
-    "streamer": "the tokens of several micro-batches arrive in turns. Call generate of the model itself",
+    "streamer": "the tokens of several micro-batches arrive in turns. Call model.generate without a pipe",
 }
 """Arguments of a model's `generate` that a pipe rejects, with the reason and a fix."""
 

@@ -29,8 +29,8 @@ from gpipe.stages.thread_state import ThreadState
 from gpipe.tracing.runs import ForwardArguments
 
 MODEL_NOT_CALLED = (
-    "generate of the {kind} does not call the model itself but parts of it. Create the pipe from the part that it "
-    "calls, or call generate of the model. [generate-skips-model]"
+    "{kind}.generate calls parts of the model instead of the model. Create the pipe from the part that it calls, or "
+    "call {kind}.generate without a pipe. [generate-skips-model]"
 )
 STATEFUL_SETTINGS = ("logits_processor", "stopping_criteria")
 """Settings that can have state. Each micro-batch has its own copy of these settings."""

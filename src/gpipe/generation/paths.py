@@ -32,23 +32,23 @@ from gpipe.tracing.tracer import Tracer
 
 OTHER_ORDER = (
     "{model}: in generation, the forward runs {name} after {layer}, in a different order than on the sample. Call "
-    "generate of the model itself, or create the pipe with a sample that has this order. [generation-order-differs]"
+    "model.generate without a pipe, or create the pipe with a sample that has this order. [generation-order-differs]"
 )
 SHARED_CACHE_LAYER = (
     "{model}: in generation, {first} and {second} fill the same layer of the cache. Put both in one block with "
-    "blocks=[...], or call generate of the model itself. [generation-shares-cache]"
+    "blocks=[...], or call model.generate without a pipe. [generation-shares-cache]"
 )
 OTHER_CACHE = (
-    "{model}: in generation, layer {index} of the cache has different values when the model is split. Call generate "
-    "of the model itself. [generation-cache-differs]"
+    "{model}: in generation, layer {index} of the cache has different values when the model is split. Call "
+    "model.generate without a pipe. [generation-cache-differs]"
 )
 STATE_IN_MODULES = (
     "{model}: in generation, modules keep state between forwards ({places}), which all micro-batches would share. "
-    "Call generate of the model itself. [generation-state-in-modules]"
+    "Call model.generate without a pipe. [generation-state-in-modules]"
 )
 CACHE_IN_FORWARD = (
-    "{model}: in generation, the forward creates its own cache on each rank. Pass use_cache=False, or call generate "
-    "of the model itself. [generation-creates-cache]"
+    "{model}: in generation, the forward creates its own cache on each rank. Pass use_cache=False, or call "
+    "model.generate without a pipe. [generation-creates-cache]"
 )
 KEY = RngKey(0, 0, 0)
 """An arbitrary random key, because layers draw no random numbers in evaluation mode."""

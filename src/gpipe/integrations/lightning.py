@@ -51,7 +51,7 @@ MANUAL = "Manual optimization is not supported. Call step of a gpipe.GPipe(...) 
 BACKWARD = "The module overrides backward(), which a pipe does not call. Change the loss instead."
 COMPILED = "The LightningModule is compiled, so gpipe cannot split it. Remove torch.compile. [compiled-model]"
 ITERATOR = "training_step(dataloader_iter) fetches its own batches. Use training_step(batch)."
-PRECISION = "The precision plugin {name} is not supported. Use precision 32, 64, 16 or bf16, true or mixed."
+PRECISION = "The precision plugin {name} is not supported. Use 32-true, 64-true, or 16 or bf16 with -true or -mixed."
 SEVERAL_NETWORKS = "{count} children have parameters. Name the network to split: GPipeStrategy(module=...)."
 NO_SUCH_NETWORK = "module={name!r}: the LightningModule has no such module. Pass the name of its network."
 CHANGED = "accumulate_grad_batches changed from {before} to {now}. Keep it constant, because a pipe's M is fixed."

@@ -147,7 +147,7 @@ def _config_kept(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _remote_parameters_skipped() -> Iterator[None]:
-    """Hides torch's warning for each parameter of another process.
+    """Hides a warning that torch would print for each parameter of other processes.
 
     peft loads the whole checkpoint. Here, parameters of other processes are on the meta device, and loading
     skips them.

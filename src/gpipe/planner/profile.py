@@ -40,8 +40,9 @@ T = TypeVar("T")
 Storages: TypeAlias = MutableMapping[int, torch.UntypedStorage]  # by identity
 ADAM = 2  # the numbers that Adam keeps for each parameter
 UNCOUNTABLE = (
-    "layer {index} ({kind}) cannot be counted with fake tensors ({error}). Pass partitions=, micro_batches=, "
-    "costs='time' or numbers as costs=, and remat='always', 'never' or 'offload'. [layer-needs-values]"
+    "layer {index} ({kind}) cannot run on fake tensors to count its operations ({error}). Pass partitions=, "
+    "micro_batches=, costs='time' or numbers as costs=, and remat='always', 'never' or "
+    "'offload'. [layer-needs-values]"
 )
 COUNTED_BYTES = ("boundary", "activations", "keeps_input", "working", "leaving")
 _LEAST = 1e-9  # the minimum cost of a forward

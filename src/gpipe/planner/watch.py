@@ -75,7 +75,7 @@ class Watch(Operations):
     def mark(self, *, loose: bool) -> None:
         """Marks the storages allocated since the last mark.
 
-        If `loose`, records that these storages exist only for a different rank.
+        If `loose`, also records that only a different rank keeps these storages.
         """
         self._loose |= {number for number, size in self._events[self._marked :] if loose and size > 0}
         self._marked = len(self._events)

@@ -51,8 +51,8 @@ BY_SHARE = {  # by part of the breakdown
     "speedup of up to {gain:.2f}x.",
     "host": "gpipe's work outside the pipeline takes {share:.1%} of the time. Use larger mini-batches for a speedup "
     "of up to {gain:.2f}x.",
-    "between steps": "Your code between steps takes {share:.1%} of the time. Compute fewer metrics, log and call "
-    "loss.item() less often, or load data ahead of time, for a speedup of up to {gain:.2f}x.",
+    "between steps": "Your code between steps takes {share:.1%} of the time. Compute fewer metrics, call "
+    "loss.item() less often, log less often, or load data ahead of time, for a speedup of up to {gain:.2f}x.",
     "late starts": "Late starts take {share:.1%} of the time: actions start late although their inputs are ready. "
     "Stop other processes, or use fewer, larger stages or micro-batches, for a speedup of up to {gain:.2f}x.",
 }

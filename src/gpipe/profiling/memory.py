@@ -38,9 +38,9 @@ class Held:
         weights: Parameters and buffers.
         gradients: Gradients of parameters.
         optimizer: States of optimizers whose `step` was called during the recording.
-        boundary: Tensors from other ranks: boundary tensors, their gradients, and gathered weights. A tensor that two
-            ranks keep counts on both ranks, as if each rank had its own device. With `weights="host"`, also loaded
-            weights. None if activations were not recorded.
+        boundary: Tensors from other ranks: boundary tensors, their gradients, and gathered weights. If two ranks
+            keep the same tensor, it counts on both, as if each rank had its own device. With `weights="host"`, also
+            loaded weights. None if activations were not recorded.
         inside: All other tensors that operations create: activations kept for the backward pass, tensors sent to
             other ranks, temporary tensors, and gradients of loaded weights. None if activations were not recorded.
 

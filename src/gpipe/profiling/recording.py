@@ -119,7 +119,8 @@ class Recording(Recorder):
     def timelines(self) -> list[Timeline]:
         """The timelines of all runs. A `step` is one run; a call and its backward pass are two.
 
-        The attribute `other` of a timeline has the time between its end and the next run, by part of the breakdown.
+        The attribute `other` of a timeline splits the time between its end and the next run into the parts of the
+        breakdown.
         """
         return windows(list(self.runs), list(self.inside), list(self._updates), list(self._loads))
 

@@ -172,8 +172,8 @@ def _timeline(members: Mapping[str, Any]) -> Timeline:
     for span in spans:
         if not (0 <= span.rank < ranks and -SLACK * seconds <= span.start <= span.end <= (1 + SLACK) * seconds):
             raise ValueError(
-                f"A span of rank {span.rank}, from {span.start} to {span.end} seconds, is outside its step, which "
-                f"has {ranks} ranks and {seconds} seconds."
+                f"A span of rank {span.rank}, from {span.start} to {span.end} seconds, is outside its step of "
+                f"{seconds} seconds on {ranks} ranks."
             )
     return Timeline(ranks, spans, seconds, _amounts(members["other"], float))
 

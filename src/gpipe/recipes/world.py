@@ -121,7 +121,7 @@ def agree_on_life(store: Store, world: World) -> tuple[str, int]:
     if world.rank:
         while own not in published["names"]:
             if time.monotonic() > until:
-                raise TimeoutError(f"Rank 0 did not start within {TIMEOUT.total_seconds():g} s. Read its messages.")
+                raise TimeoutError(f"Rank 0 did not start within {TIMEOUT.total_seconds():g} s. Read its log.")
             time.sleep(POLL_SECONDS)
             if store.check([LIFE]):
                 published = json.loads(store.get(LIFE))
@@ -140,9 +140,7 @@ def agree_on_life(store: Store, world: World) -> tuple[str, int]:
             store.set(f"{prefix}/restarts", str(restarts))
             return prefix, restarts
         if time.monotonic() > until:
-            raise TimeoutError(
-                f"Other ranks did not start within {TIMEOUT.total_seconds():g} s. Read their messages."
-            )
+            raise TimeoutError(f"Other ranks did not start within {TIMEOUT.total_seconds():g} s. Read their logs.")
         time.sleep(POLL_SECONDS)
 
 

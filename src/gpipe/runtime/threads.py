@@ -77,7 +77,7 @@ class RankThreads:
         self._in_backward: set[int] = set()  # threads that run `backward()`
 
     def begin(self) -> None:
-        """Discards all threads after they have ended, or in a forked process, in which they do not exist."""
+        """Starts without threads. Called after all threads have ended, and in a forked process."""
         jobs, threads, fatal = list[SimpleQueue[Task | None]](), list[threading.Thread](), list[BaseException]()
         end = weakref.finalize(self, _end_threads, jobs)
         end.atexit = False  # `_end_all` also waits for the threads.

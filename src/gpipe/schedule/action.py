@@ -126,7 +126,7 @@ class Route:
 
     def __post_init__(self) -> None:
         if self.name.split() != [self.name] or set(self.name) & set("@:"):
-            raise ValueError(f"Route: name={self.name!r} is invalid. Use a name without spaces, '@' and ':'.")
+            raise ValueError(f"Route: name={self.name!r} is invalid. Use a name that contains no space, '@' or ':'.")
 
     def __str__(self) -> str:
         return f"{self.name}:{self.source}>{self.target}"

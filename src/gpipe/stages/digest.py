@@ -90,7 +90,7 @@ def differ(first: Digest, second: Digest) -> "bool | Tensor":
 
 
 def _words(tensor: Tensor, *, copied: bool) -> list[Tensor]:
-    """Returns the digest of one tensor. The list is empty if it is not plain and strided, or has no values."""
+    """Returns the digest of a tensor. The list is empty if the tensor has no values, or is not plain and strided."""
     if tensor.is_quantized:
         tensor = tensor.int_repr()
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():

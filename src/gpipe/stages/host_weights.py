@@ -15,8 +15,8 @@ UNSUPPORTED = (
     "parameters. [weight-not-streamable]"
 )
 SHARES = (
-    "weights='host': {name} shares memory with {other}, but would have memory of its own. Use the same Parameter in "
-    "both places, or weights='device'. [weights-share-memory]"
+    "weights='host': {name} shares memory with {other}, but weights on the host cannot share memory. Use the same "
+    "Parameter in both places, or weights='device'. [weights-share-memory]"
 )
 
 

@@ -50,7 +50,7 @@ CHECKPOINT_ON_OTHER_DEVICE = (
 )
 UNSEEN_FORWARD = (
     "A recomputation of torch.utils.checkpoint draws random numbers, but its forward did not. Draw the same numbers "
-    "in both, and call torch.utils.checkpoint.checkpoint itself. [checkpoint-draws-differ]"
+    "in both, and call torch.utils.checkpoint.checkpoint directly. [checkpoint-draws-differ]"
 )
 COMPILED_CHECKPOINT = (
     "A random operation runs inside torch.utils.checkpoint in compiled code, and the compiler backend recomputes it "

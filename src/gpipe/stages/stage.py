@@ -49,12 +49,12 @@ BACKWARD_INSIDE = (
     "torch.autograd.grad, or detach the input. [backward-inside-forward]"
 )
 HOOKED_NODE = (
-    "{stage}: a layer registers a hook on the grad_fn of a tensor that it receives, which is a different node than "
-    "without a pipe. Register the hook on the tensor (tensor.register_hook). [hook-on-received-node]"
+    "{stage}: a layer registers a hook on the grad_fn of a tensor that it receives. In a pipe, this grad_fn is a "
+    "different node. Register the hook on the tensor (tensor.register_hook). [hook-on-received-node]"
 )
 SHARED_IN_PLACE = (
-    "{stage}: a layer changes an input in place that shares memory with another input, which does not change with it "
-    "after a stage boundary. Change a copy, or return a clone from the earlier layer. [shared-input-changed-in-place]"
+    "{stage}: a layer changes an input in place. Another input shares its memory, but after a stage boundary, it "
+    "does not change too. Change a copy, or return a clone from the earlier layer. [shared-input-changed-in-place]"
 )
 
 
@@ -317,7 +317,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Copies a tensor with its memory layout, so that later runs without a copy return bitwise identical results."""
+    """Copies a tensor with its memory layout. Results are then bitwise identical to runs without a copy."""
     if tensor.layout is not torch.strided:
         return tensor.clone()
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):

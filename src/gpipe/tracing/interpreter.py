@@ -54,7 +54,7 @@ OTHER_SIZE = (
     "[branch-on-shape]"
 )
 OTHER_STRUCTURE = (
-    "{name}: the returned value has a different structure than on the sample. Return the same structure for every "
+    "{name}: the returned value has a different structure than for the sample. Return the same structure for every "
     "input. [block-structure-differs]"
 )
 MISSING = (
@@ -392,8 +392,9 @@ class StageInterpreter(Interpreter):
         leaves, structure = take_apart(output)
         if structure != self.trace.output:
             raise CannotSplitError(
-                "The output of the split model has a different structure than on the sample. Turn off caches "
-                "(use_cache=False), and return values that blocks store elsewhere. [output-structure-differs]"
+                "The output of the split model has a different structure than the model's output for the sample. "
+                "Turn off caches (use_cache=False), and return values that blocks store elsewhere. "
+                "[output-structure-differs]"
             )
         if any(isinstance(leaf, (Placeholder, OpaquePlaceholder)) for leaf in leaves):
             raise _missing("the output", "a tensor or an object")

@@ -32,7 +32,7 @@ NO_LABELS = (
     "[all-labels-ignored]"
 )
 UNKNOWN = (
-    "The model's own loss calls these losses of torch: {calls}. These calls do not determine how the loss averages, "
+    "The model's own loss calls these torch losses: {calls}. These calls do not determine how the loss averages, "
     "so gpipe weights micro-batches by rows. For other weights, call step(inputs, targets, loss_fn, reduction=...). "
     "[model-loss-unknown]"
 )
@@ -79,7 +79,7 @@ class OwnLoss:
 
     @classmethod
     def of(cls, calls: Sequence[LossCall], inputs: Tree, *, counts: bool) -> "OwnLoss":
-        """Determines the average from the losses of torch that a forward called.
+        """Determines the average from the torch losses that a forward called.
 
         Args:
             calls: The calls of torch's losses.

@@ -189,7 +189,7 @@ def kind_of(leaf: Any) -> object:
 
 
 def arguments(model: nn.Module, value: Tree) -> ForwardArguments:
-    """Converts a mapping to keyword arguments if the forward accepts the keys, any other value to one argument."""
+    """Converts a mapping to keyword arguments if the forward accepts its keys, and wraps any other value."""
     return arguments_of_each(model, [value])[0]
 
 

@@ -427,7 +427,7 @@ def trace_forward(parts: Parts, arguments: ForwardArguments) -> TracerRun:
 
 
 def _traced(parts: Parts, arguments: ForwardArguments, dry: DryRun | None) -> tuple[Tracer, Any, Trace]:
-    """Traces a forward once. Rejects tensors stored on modules or inputs, and use of other random generators."""
+    """Traces a forward. Rejects it if it stores tensors on modules or inputs, or uses other random generators."""
     tracers: list[Tracer] = []
 
     def run() -> tuple[Any, Trace]:

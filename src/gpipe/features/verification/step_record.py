@@ -82,7 +82,7 @@ class StageRecord:
         results: Digests of results, in the order in which they were computed.
         written_inputs: Inputs that have changed between their arrival and their backward pass.
         reached: All leaf tensors that the backward passes reach.
-        calls_backward: In a replay, whether a forward pass accumulates gradients.
+        calls_backward: In a replay, whether a layer has called `backward()` in a forward pass.
         beside_outputs: Ids of leaf tensors that a loss outside the pipe uses directly. If replays do not call the
             loss, the gradients of these tensors are not compared.
         received: In a replay, the inputs of the last forward pass.

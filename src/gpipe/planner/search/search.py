@@ -90,7 +90,7 @@ class _Search:
         self.misfits: list[tuple[Misfit, Shape]] = []
 
     def attempt_all(self, shapes: Iterable[Shape]) -> None:
-        """Tries shapes in the order of their estimated time, then of their number of stages. Rejects slow shapes."""
+        """Tries shapes in the order of their estimated time and number of stages. Rejects slow shapes."""
 
         def estimate(bound: Callable[..., float], shape: Shape) -> float:
             return bound(shape, self.size(shape.micro_batches), self.speeds[: shape.partitions])

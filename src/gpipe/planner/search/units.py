@@ -17,7 +17,7 @@ def format_seconds(seconds: float, unit: str = "ms") -> str:
 
 
 def format_bytes(number: float) -> str:
-    """Returns a number of bytes in GiB, MiB, KiB or bytes.
+    """Formats a number of bytes with the unit GiB, MiB, KiB or bytes.
 
     >>> format_bytes(3 * 2**29), format_bytes(100)
     ('1.50 GiB', '100 bytes')
