@@ -60,6 +60,11 @@ def test_an_unknown_name_is_refused_with_all_names() -> None:
         ({"schedule": "dualpipe_v"}, "no table for micro_batches=3 with 2 ranks. Use micro_batches=4"),
         ({"schedule": gpipe.Interleaved(True)}, "stages=True. Use an integer"),
         ({"schedule": gpipe.Interleaved(0)}, "stages=0. Use an integer"),
+        (
+            {"schedule": gpipe.BreadthFirst(0, resident=True)},
+            r"schedule=BreadthFirst\(stages=0, resident=True\) has stages=0. Use an integer >= 1."
+            r"\n- schedule=BreadthFirst\(stages=0, resident=True\) has resident=True. Use an integer >= 1",
+        ),
         ({"schedule": "zb_v", "partitions": [1, 2, 3]}, "has 3 stages, but schedule= needs a multiple of 2"),
         ({"schedule": gpipe.Interleaved(4)}, "has 8 stages, but there are only 6 layers"),
         ({"schedule": three_stages(2, 3), "partitions": 3}, "has no placement for partitions=3"),

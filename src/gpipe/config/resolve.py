@@ -331,8 +331,10 @@ def read_schedule(arguments: Arguments, mistakes: Mistakes) -> Schedule:
                     f"schedule={requested!r} is unknown. Pass one of {known}, a Program, or a function of K and M "
                     f"that returns a Program."
                 )
+    except ScheduleError as error:
+        mistakes.append(f"schedule: {error}")
     except ValueError as error:
-        mistakes.append(f"schedule: {error}" if isinstance(error, ScheduleError) else str(error))
+        mistakes += str(error).splitlines()
     return schedule.once()
 
 

@@ -145,27 +145,31 @@ def schedule_of(wanted: Named) -> Schedule:
             return SCHEDULES[wanted]
         case Interleaved(stages, name):
             schedule = schedule_of(name)
-            if not is_count(stages):
-                raise ValueError(f"schedule={wanted} has stages={stages!r}. Use an integer >= 1{int_remedy(stages)}.")
+            _check_counts(wanted, stages=stages)
             if schedule.placement(1, stages) is None:
                 raise ValueError(no_placement(schedule, stages))
             return replace(schedule, stages_per_rank=stages)
         case BreadthFirst(stages, resident):
-            schedule = schedule_of(Interleaved(stages, "breadth_first"))
-            if not is_count(resident):
-                raise ValueError(
-                    f"schedule={wanted} has resident={resident!r}. Use an integer >= 1{int_remedy(resident)}."
-                )
-            return schedule
+            _check_counts(wanted, stages=stages, resident=resident)
+            return schedule_of(Interleaved(stages, "breadth_first"))
         case Sliced(inner, slices):
             schedule = schedule_of(inner)
-            if not is_count(slices):
-                raise ValueError(f"schedule={wanted} has slices={slices!r}. Use an integer >= 1{int_remedy(slices)}.")
+            _check_counts(wanted, slices=slices)
             if schedule.sliced is None:
                 raise ValueError(no_slices(schedule))
             return replace(schedule, slices=slices)
         case _:
             assert_never(wanted)
+
+
+def _check_counts(wanted: Named, **counts: object) -> None:
+    mistakes = [
+        f"schedule={wanted} has {name}={count!r}. Use an integer >= 1{int_remedy(count)}."
+        for name, count in counts.items()
+        if not is_count(count)
+    ]
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
 
 
 def unknown_schedule(name: object, *others: str) -> str:
