@@ -108,3 +108,9 @@ def test_elsewhere_it_trains_as_in_the_reference_loop(remat: Any, kind: Any, dri
             optimizer.zero_grad()
             pipe.step(X, Y, F.cross_entropy)
             optimizer.step()
+
+
+def test_with_weights_on_the_host_the_message_offers_no_other_remat() -> None:
+    with pytest.raises(ValueError, match=r"\(remat='always'\). Remove max_norm and call weight.renorm_") as refusal:
+        gpipe.GPipe(layers(), 1, 2, schedule=gpipe.BreadthFirst(2), weights="host")
+    assert "never" not in str(refusal.value)

@@ -9,8 +9,8 @@ from gpipe.planner.search.plan import Plan
 from gpipe.stages.shared_weights import find_shared
 
 SCALED = (
-    "{layer} scales its weight in each forward pass (max_norm={max_norm}), and {reason}. {fix}, or remove max_norm "
-    "and call weight.renorm_({p}, 0, {max_norm}) under torch.no_grad() after optimizer.step(). [embedding-max-norm]"
+    "{layer} scales its weight in each forward pass (max_norm={max_norm}), and {reason}. {fix} max_norm and "
+    "call weight.renorm_({p}, 0, {max_norm}) under torch.no_grad() after optimizer.step(). [embedding-max-norm]"
 )
 
 
@@ -31,10 +31,11 @@ def find_scaled_weights(settings: Settings, plan: Plan) -> Iterator[str]:
             fixes, remat = {}, plan.remat[stage]
             if others := [user for user in users.get((module, "weight"), ()) if stage_of[user] != stage]:
                 reason = f"{labels[others[0]]}, in another stage, uses this weight too"
-                fixes[reason] = "Put both layers into one stage"
+                fixes[reason] = "Put both layers into one stage, or remove"
             if remat not in ("never", "offload"):
                 reason = f"stage {stage} recomputes its forward passes (remat={remat!r})"
-                fixes[reason] = "Pass remat='never' for this stage"
+                never = "Pass remat='never' for this stage, or remove"
+                fixes[reason] = never if plan.resident is None else "Remove"
             for reason, fix in fixes.items():
                 yield SCALED.format(
                     layer=labels[index], max_norm=module.max_norm, reason=reason, fix=fix, p=module.norm_type
