@@ -1,6 +1,7 @@
 """Weights on the host: found when nothing else fits, within the memory, and as fast as any shape that was tried."""
 
 from dataclasses import replace
+from operator import le
 
 import pytest
 from hypothesis import given
@@ -8,11 +9,12 @@ from hypothesis import strategies as st
 
 from gpipe.planner.search.candidates import Choices, Shape
 from gpipe.planner.search.device import Device
-from gpipe.planner.search.host_weights import HostWeightsSearch
+from gpipe.planner.search.host_weights import HostWeightsSearch, least_bytes
 from gpipe.planner.search.plan import Plan
 from gpipe.planner.search.profile import LayerProfile, Line, Profile
 from gpipe.planner.search.search import search
 from gpipe.schedule.action import Kind
+from gpipe.schedule.lower import Remat
 from gpipe.schedule.simulate import simulate
 from tests.support.programs import LAW
 
@@ -62,6 +64,22 @@ def test_the_plan_fits_and_no_other_choice_is_faster(
     again = Plan.from_json(plan.to_json())
     assert again == plan
     assert again.program == plan.program
+
+
+@LAW
+@given(st.data(), st.integers(2, 9), st.integers(1, 3), st.sampled_from(["always", "offload_inputs"]))
+def test_a_lower_bound_is_at_most_the_simulated_memory(
+    data: st.DataObject, layers: int, k: int, remat: Remat
+) -> None:
+    lines = st.builds(Line, st.sampled_from([0.0, 3.0]), st.sampled_from([0.0, 1.0, 10.0]))
+    drawn = [
+        replace(LAYER, boundary=data.draw(lines), activations=data.draw(lines), leaving=data.draw(lines))
+        for _ in range(layers)
+    ]
+    every = HostWeightsSearch(Profile(tuple(drawn)), [Device(host=1e3)] * k, 4, Choices(weights="host"))
+    for shape in every.choices.shapes_with_host_weights(k, 4, layers):
+        plan = every._plan(replace(shape, resident=data.draw(st.integers(1, 3))), remat)
+        assert all(map(le, least_bytes(plan), plan.timed().peak_bytes))
 
 
 def test_weights_are_on_the_host_only_if_nothing_else_fits() -> None:

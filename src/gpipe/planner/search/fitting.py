@@ -1,7 +1,7 @@
 """Finds the least recomputation that makes stages fit in the memory of their ranks."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, product
@@ -22,16 +22,17 @@ RankCosts: TypeAlias = tuple[StageCost, ...]  # the costs of the stages of one r
 MAX_COUNTS, MAX_OPTIONS = 16, 64
 """Limits for exhaustive search: the counts that are tried for the stages of one rank, and the combinations of counts
 for all ranks. Above the second limit, each rank minimizes its own recomputation time."""
+HOST = "the host"
 
 
 @dataclass(frozen=True)
 class Misfit:
-    """The rank that exceeds its memory most, although everything is recomputed, or the host."""
+    """The rank that exceeds its memory most, although everything is recomputed, or another place."""
 
     rank: int
     bytes: float
     limit: float
-    place: str = ""
+    place: str = ""  # `HOST`, or "the model" on all devices together
     is_bound: bool = False  # whether `bytes` is a lower bound
 
     @property
@@ -41,11 +42,15 @@ class Misfit:
 
     def __str__(self) -> str:
         held = f"{'at least ' if self.is_bound else ''}{format_bytes(self.bytes)} of {format_bytes(self.limit)}"
-        return (
-            f"{self.place} needs {held}"
-            if self.place
-            else f"rank {self.rank} needs {held} with recomputation everywhere"
-        )
+        recomputed = "" if self.place == HOST else " with recomputation everywhere"
+        return f"{self.place or f'rank {self.rank}'} needs {held}{recomputed}"
+
+
+def largest_misfit(held: Iterable[float], limits: Sequence[float], *, is_bound: bool = False) -> Misfit | None:
+    """Returns the rank that exceeds its memory most, or None. `is_bound` is whether `held` are lower bounds."""
+    ranks = enumerate(zip(held, limits, strict=True))
+    misfits = [Misfit(rank, *each, is_bound=is_bound) for rank, each in ranks if each[0] > each[1]]
+    return max(misfits, key=attrgetter("excess"), default=None)
 
 
 class Fitting:

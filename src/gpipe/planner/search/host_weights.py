@@ -6,7 +6,7 @@ from operator import add, attrgetter, itemgetter
 
 from gpipe.planner.search.candidates import Choices, Shape
 from gpipe.planner.search.device import Device
-from gpipe.planner.search.fitting import Misfit
+from gpipe.planner.search.fitting import HOST, Misfit, largest_misfit
 from gpipe.planner.search.plan import Plan, Rejection
 from gpipe.planner.search.profile import Profile, SizedProfile
 from gpipe.planner.search.trial import message_costs, most_even
@@ -74,18 +74,14 @@ class HostWeightsSearch:
         for remat in ("always", "offload_inputs"):
             plan = self._plan(shape, remat)
             limits = [device.memory for device in plan.devices]
-            # A stage needs its weights, gradients and activations, so many plans need not be simulated.
-            least = [0] * plan.partitions
-            for rank, cost in zip(plan.rank_of, plan.costs, strict=True):
-                least[rank] = max(least[rank], cost.loaded + cost.gradients + cost.activations + cost.working)
-            misfit = _misfit(least, limits, is_bound=True)
+            misfit = largest_misfit(least_bytes(plan), limits, is_bound=True)  # So many plans need not be simulated.
             if misfit is None:
                 plan, simulated = plan.timed(), simulated + shape.actions
-                misfit = _misfit(plan.peak_bytes, limits)
+                misfit = largest_misfit(plan.peak_bytes, limits)
             if misfit is None:
                 break
         if plan.host_bytes > self.choices.host_memory:
-            host = Misfit(0, plan.host_bytes, self.choices.host_memory, "the host")
+            host = Misfit(0, plan.host_bytes, self.choices.host_memory, HOST)
             misfit = max(host, misfit or host, key=attrgetter("excess"))  # The reason that most prevents this shape.
         if misfit is None:
             self.plans.append(plan)
@@ -116,8 +112,15 @@ class HostWeightsSearch:
         )
 
 
-def _misfit(held: Sequence[float], limits: Sequence[float], *, is_bound: bool = False) -> Misfit | None:
-    """Returns the rank that exceeds its memory most, or None. `is_bound` is whether `held` are lower bounds."""
-    ranks = enumerate(zip(held, limits, strict=True))
-    misfits = [Misfit(rank, *each, is_bound=is_bound) for rank, each in ranks if each[0] > each[1]]
-    return max(misfits, key=lambda each: each.excess, default=None)
+def least_bytes(plan: Plan) -> list[int]:
+    """Returns a lower bound on the bytes of each rank.
+
+    A backward needs the weights, gradients, input and activations of its stage. At the first backward of a stage, its
+    rank also has the inputs of all micro-batches at its earlier stages, unless these are offloaded.
+    """
+    least, inputs = [0] * plan.partitions, [0] * plan.partitions
+    for stage, (rank, cost, remat) in enumerate(zip(plan.rank_of, plan.costs, plan.remat, strict=True)):
+        held = cost.loaded + cost.gradients + cost.boundary + cost.activations + cost.working
+        least[rank] = max(least[rank], inputs[rank] + held)
+        inputs[rank] += plan.micro_batches * cost.boundary if remat == "always" or stage == 0 else 0
+    return least

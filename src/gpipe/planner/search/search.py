@@ -19,7 +19,7 @@ from operator import attrgetter, itemgetter
 
 from gpipe.planner.search.candidates import AUTO, LARGE, Choices, Shape, least_seconds, likely_seconds
 from gpipe.planner.search.device import Device
-from gpipe.planner.search.fitting import Misfit, choose_offload
+from gpipe.planner.search.fitting import HOST, Misfit, choose_offload
 from gpipe.planner.search.host_weights import HostWeightsSearch
 from gpipe.planner.search.listing import ROUNDING_FACTOR
 from gpipe.planner.search.plan import Plan, Reason, Rejection
@@ -132,6 +132,7 @@ class _Search:
                 f"weights, gradients and optimizer state need {format_bytes(sized.state)}, and {format_bytes(least)} "
                 f"with the activations of one micro-batch; the devices have {format_bytes(memory)}"
             )
+            self.misfits.append((Misfit(0, least, memory, "the model", is_bound=True), shape))
             self._reject(shape, "too big", detail)
         else:
             return True
@@ -208,14 +209,12 @@ class _Search:
         return replace(plans[0], alternatives=tuple(plans[1:]), rejected=tuple(self.rejected)) if plans else None
 
     def _explain_no_fit(self) -> str:
-        if not self.misfits:
-            self._try_shapes_that_are_too_big()
         if self.misfits:
-            misfit, shape = min(self.misfits, key=lambda each: (each[0].is_bound, each[0].excess))
+            misfit, shape = min(self.misfits, key=lambda each: attrgetter("is_bound", "excess")(each[0]))
             hosts = (
                 "" if all(device.host for device in self.devices) else ", Device(host=...) for weights on the host"
             )
-            remedy = "a larger host_memory=" if misfit.place else f"more micro-batches{hosts}"
+            remedy = "a larger host_memory=" if misfit.place == HOST else f"more micro-batches{hosts}"
             return (
                 f"No plan fits in memory. The closest is {shape}, in which {misfit}. Use more or larger devices, "
                 f"{remedy}, or smaller layers. [nothing-fits]"
@@ -225,15 +224,6 @@ class _Search:
             f"No plan fits ({reasons}). Use fewer partitions, or a different schedule or number of "
             "micro-batches. [nothing-fits]"
         )
-
-    def _try_shapes_that_are_too_big(self) -> None:
-        """Tries the shapes with the most ranks and micro-batches, to report how much memory they lack."""
-        too_big = [each.shape for each in self.rejected if each.reason == "too big"]
-        quick = [shape for shape in too_big if 2 * shape.stages * shape.micro_batches <= MAX_ACTIONS]
-        most = max(((shape.partitions, shape.micro_batches) for shape in quick), default=None)
-        for shape in quick:
-            if (shape.partitions, shape.micro_batches) == most:
-                self._try(shape)
 
 
 def _plan(trial: Trial, global_batch: int, *, measured: bool) -> Plan:

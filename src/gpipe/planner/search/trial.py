@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import combinations, islice, pairwise, permutations
 from math import comb
-from operator import add, le
+from operator import add, attrgetter, le
 from typing import TypeAlias
 
 from gpipe.planner.search.balance import partition
 from gpipe.planner.search.candidates import Shape
 from gpipe.planner.search.device import Device
-from gpipe.planner.search.fitting import Fitting, KeptCounts, LargeTableFitting, Misfit
+from gpipe.planner.search.fitting import Fitting, KeptCounts, LargeTableFitting, Misfit, largest_misfit
 from gpipe.planner.search.listing import ROUNDING_FACTOR
 from gpipe.planner.search.profile import SizedProfile, bounds
 from gpipe.schedule.action import Action, Kind
@@ -194,9 +194,9 @@ class Trial:
         costs = self.costs(sizes)
         if self._is_too_slow(self.least_seconds(costs)):
             return False
-        misfit = self.fitting.misfit(costs)
+        misfit = self._surely_too_big(costs) or self.fitting.misfit(costs)
         if misfit is not None:
-            self.misfit = min(misfit, self.misfit or misfit, key=lambda each: each.excess)
+            self.misfit = min(misfit, self.misfit or misfit, key=attrgetter("is_bound", "excess"))
             return False
         if self._is_too_slow(self.fitting.simulator.seconds(costs)):  # even without recomputation
             return False
@@ -204,6 +204,14 @@ class Trial:
         better = self.best is None or solution.seconds < self.best.seconds
         self.best = solution if better else self.best
         return better
+
+    def _surely_too_big(self, costs: Sequence[StageCost]) -> Misfit | None:
+        """Returns the rank that exceeds its memory most by a lower bound: its state, and one backward of a stage."""
+        state, backward = [0] * self.shape.partitions, [0] * self.shape.partitions
+        for rank, cost in zip(self.program.rank_of, costs, strict=True):
+            state[rank] += cost.state
+            backward[rank] = max(backward[rank], cost.activations + (0 if self.shape.splits else cost.working))
+        return largest_misfit(map(add, state, backward), [device.memory for device in self.devices], is_bound=True)
 
     def _is_too_slow(self, seconds: float) -> bool:
         return self._is_enough(seconds) or (self.best is not None and seconds >= self.best.seconds)
