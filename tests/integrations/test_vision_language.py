@@ -251,6 +251,11 @@ REJECTED: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any], str]] = 
         {"rules": {"pixel_values": "image"}},
         r"\['pixel_values'\]='image' .*'patches'",
     ),
+    "a rule for no tensor": (
+        lambda: alone({}),
+        {"rules": {"pixel_value": "images", "image_sizes": "images"}},
+        r"rules\['pixel_value'\] .* one of .*'labels', 'pixel_values'",
+    ),
     "patches without a grid": (
         lambda: alone({}),
         {"rules": {"pixel_values": "patches"}},

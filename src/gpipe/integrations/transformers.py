@@ -233,7 +233,10 @@ class Pipelined(WholeCheckpoints):
         **kwargs: Any,
     ) -> None:
         mistakes = [text for name, text in NOT_SETTINGS.items() if name in kwargs]
-        if mistakes := mistakes + [SLICED] * isinstance(kwargs.get("schedule"), gpipe.Sliced):
+        mistakes += [SLICED] * isinstance(kwargs.get("schedule"), gpipe.Sliced)
+        if not isinstance(pack, bool):
+            mistakes.append(f"pack={pack!r} is not a bool. Pass True or False.")
+        if mistakes:
             raise TypeError("\n".join(mistakes))
         self._settings: dict[str, Any] = {name: kwargs.pop(name) for name in PIPE_ARGUMENTS & kwargs.keys()}
         self._settings |= {"partitions": partitions, "plan": plan}

@@ -54,7 +54,7 @@ def split_images(
             - `"patches"`: patches of images, whose numbers are the products of the rows of `image_grid_thw`.
             - `"rows_in_dim_1"`: any, because the second dimension has the rows.
 
-            Default: the rules of the family in `RULES`.
+            Names must be in the batch or in `RULES`. Default: the rules of the family in `RULES`.
 
     Returns:
         The micro-batches, for `pipe.step` and `sample=`.
@@ -128,6 +128,13 @@ def _find_mistakes(
         f"rules[{name!r}]={unit!r} is unknown. Use one of {', '.join(map(repr, get_args(Unit)))}."
         for name, unit in rules.items()
         if unit not in get_args(Unit)
+    ]
+    names = {*batch, *(name for each in RULES.values() for name in each)}
+    known = ", ".join(sorted(map(repr, names)))
+    mistakes += [
+        f"rules[{name!r}] is for a tensor that the batch does not have. Use one of {known}."
+        for name in rules
+        if name not in names
     ]
     needed = {"input_ids": "[rows, tokens]"}
     if "patches" in (unit for name, unit in rules.items() if batch.get(name) is not None):
