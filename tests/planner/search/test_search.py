@@ -2,10 +2,12 @@
 
 import json
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import fields, replace
 from itertools import pairwise, product
-from math import inf
-from typing import Literal
+from math import inf, nan
+from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
@@ -21,6 +23,7 @@ from gpipe.planner.search.profile import LayerProfile, Line, Profile, bounds
 from gpipe.planner.search.search import ALIKE_FACTOR, search
 from gpipe.planner.search.trial import Trial, every_split
 from gpipe.planner.search.units import format_seconds
+from gpipe.schedule.cost import StageCost
 from gpipe.schedule.laws import check
 from gpipe.schedule.lower import place_recompute, place_transfers
 from gpipe.schedule.simulate import Simulator, simulate
@@ -245,6 +248,35 @@ def test_the_json_of_a_plan_has_its_alternatives_and_what_was_rejected() -> None
     assert read.explain() == plan.explain()
     many = replace(plan, rejected=plan.rejected[:1] * (MAX_STORED + 1))
     assert len(Plan.from_json(many.to_json()).rejected) == MAX_STORED
+
+
+OTHER: dict[str, object] = {"name": "inf", "schedule": "1f1b", "unsplit": frozenset({1}), "names": ("nan", "inf")}
+
+
+@pytest.mark.parametrize("number", [inf, nan, 0.1])
+def test_the_json_of_a_plan_keeps_each_number(number: float) -> None:
+    """Bug stories: a plan for `Device(host=inf)` could be stored, not read; others could not be stored."""
+    layer = LayerProfile("layer", Line(1.0), Line(2.0), boundary=Line(1.0), state=3.0)
+    plan = search(Profile((layer,) * 2), [PRESETS["v100"]] * 2, 4, Choices([2], [4], ["1f1b"]))
+    plans: list[Plan] = []
+    wholes: dict[type, Callable[[Any], Plan]] = {
+        Plan: lambda changed: changed,
+        StageCost: lambda changed: replace(plan, costs=(changed,) * 2),
+        Device: lambda changed: replace(plan, devices=(changed,) * 2),
+    }
+    parts: list[Any] = [plan, plan.costs[0], plan.devices[0]]
+    for part in parts:
+        floats = [each.name for each in fields(part) if each.type in (float, float | None)]
+        for name in {*floats, *(OTHER.keys() & vars(part).keys())}:
+            with suppress(ValueError):  # Not every number is valid for a device.
+                plans.append(wholes[type(part)](replace(part, **{name: OTHER.get(name, number)})))
+    plans += [replace(plan, work=(number,) * 2), replace(plan, alternatives=(replace(plan, seconds=number),))]
+    assert len(plans) > 20
+    for stored in plans:
+        text = json.dumps(stored.to_json(), allow_nan=False)
+        read = Plan.from_json(json.loads(text))
+        for each in fields(Plan):
+            assert repr(getattr(read, each.name)) == repr(getattr(stored, each.name))
 
 
 def test_many_layers_are_cut_evenly_and_better_than_evenly_where_that_pays() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise, zip_longest
-from math import inf
+from math import inf, isfinite
 from typing import Any, Literal
 
 from gpipe.planner.other_processes import SOME_CORES
@@ -208,7 +208,7 @@ class Plan:
         stored["alternatives"] = [plan.to_json() for plan in self.alternatives]
         rejected = self.rejected[:MAX_STORED]
         stored["rejected"] = [[*astuple(each.shape), each.reason, each.detail] for each in rejected]
-        return stored
+        return {name: _encode(value) for name, value in stored.items()}
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "Plan":
@@ -224,15 +224,14 @@ class Plan:
             ValueError: If the data is not a plan.
         """
         try:
-            values: dict[str, Any] = {name: stored[name] for name in _STORED & stored.keys()}
-            values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+            values: dict[str, Any] = {name: _decode(stored[name]) for name in _STORED & stored.keys()}
             if "table" in stored:
                 values["table"] = Program.from_text("\n".join(stored["table"]))
             if "unsplit" in stored:
                 values["unsplit"] = frozenset(stored["unsplit"])
             plan = cls(
                 **values,
-                costs=tuple(StageCost(*numbers) for numbers in stored["costs"]),
+                costs=tuple(StageCost(*numbers) for numbers in _decode(stored["costs"])),
                 devices=tuple(_read_device(numbers) for numbers in stored["devices"]),
                 alternatives=tuple(map(cls.from_json, stored.get("alternatives", ()))),
                 rejected=tuple(Rejection(Shape(*row[:-2]), *row[-2:]) for row in stored.get("rejected", ())),
@@ -384,8 +383,21 @@ class Plan:
 
 
 def _read_device(stored: Sequence[Any]) -> Device:
-    memory, flops, link, *others = stored
-    return Device(inf if memory is None else memory, flops, inf if link is None else link, *others)
+    values: Iterator[Any] = (inf if value is None else value for value in stored)
+    return Device(*values)
+
+
+def _encode(value: Any) -> Any:
+    """Replaces infinities and NaNs in a value, because JSON has no such numbers."""
+    if isinstance(value, float) and not isfinite(value):
+        return {"float": str(value)}
+    return [*map(_encode, value)] if isinstance(value, (list, tuple)) else value
+
+
+def _decode(stored: Any) -> Any:
+    if isinstance(stored, dict):
+        return float(stored["float"])
+    return tuple(map(_decode, stored)) if isinstance(stored, (list, tuple)) else stored
 
 
 _STORED = {each.name for each in fields(Plan)} - {"table", "unsplit", "costs", "devices", "alternatives", "rejected"}
