@@ -16,9 +16,12 @@ from gpipe.features import streamed_weights
 from gpipe.features.streamed_weights import _LoadedStages
 from gpipe.schedule.action import Kind
 from gpipe.stages.host_memory import is_in_file
+from tests.support.jobs import same_bits as jobs
 from tests.support.mixed_tasks import generate_task, generate_way, is_statistic, run_pipe, run_plain, whole
 from tests.support.outcomes import differences
 from tests.support.plain_loop import Loop, all_same_bits, assert_same_bits, same_bits, weights_of
+from tests.support.processes.launch import WorkerPool
+from tests.support.processes.outcome import answers
 
 LAW = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 X, Y = torch.randn(8, 4), torch.randn(8, 4)
@@ -39,6 +42,23 @@ def test_weights_on_the_host_give_the_bits_of_the_plain_loop(
     assert differences(found, run_pipe(task, whole(task.model))) == []
     assert differences(found, run_plain(task), leave_out=is_statistic(task)) == []
     assert not streamed_weights._loaded
+
+
+@pytest.mark.parametrize("batch_norm", ["micro", "deferred", "synchronized"])
+@pytest.mark.parametrize(("partitions", "remat"), [(1, "always"), (2, "offload_inputs")])
+def test_two_replicas_train_the_same_with_weights_on_the_host(
+    partitions: int, remat: str, batch_norm: str, pool: WorkerPool
+) -> None:
+    found = {
+        weights: answers(pool.run(jobs.replicated, partitions, weights, mode, batch_norm, world=2 * partitions))
+        for weights, mode in (("device", "always"), ("host", remat))
+    }
+    assert all("3 loss" in own and len(own) > 20 for own in found["host"])
+    assert found["host"] == found["device"]
+    first, second = ({k: v for k, v in found["host"][rank].items() if "running" not in k} for rank in (0, partitions))
+    assert first == second  # losses, gradients and weights
+    is_alike = found["host"][0] == found["host"][partitions]
+    assert is_alike == (batch_norm != "micro")  # else each replica has the statistics of its rows
 
 
 def linear(count: int = 6) -> list[nn.Module]:
