@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import torch
@@ -20,7 +21,7 @@ from gpipe.batch.inputs import (
     split_alike,
     split_targets,
 )
-from gpipe.batch.losses import LossModule, check_weights_of_rows, find_contradiction, own_loss, read_average
+from gpipe.batch.losses import LossModule, find_contradiction, own_loss, read_average
 from gpipe.batch.microbatch import MicroBatches, Reduction, merge, plain
 from gpipe.config.arguments import Arguments
 from gpipe.config.assemble import assemble
@@ -40,8 +41,7 @@ from gpipe.distributed.replica_state import (
 from gpipe.features.chosen import choose_features
 from gpipe.features.loss_check import LossWatch
 from gpipe.features.recorder import Recorder
-from gpipe.features.verification.feature import Verification
-from gpipe.features.verification.verifier import Verifier
+from gpipe.features.verification.feature import Verification, Verifier
 from gpipe.generation.generate import cache_bytes, generate
 from gpipe.generation.paths import Path
 from gpipe.module import Partitioned
@@ -439,14 +439,13 @@ class GPipe(Partitioned):
                 return run.context.finish(run, run.result(), trains=run.trains)
 
         run, results = self._repeat_if_lost(run_once)
-        loss, metrics, each = None, list[object](), list[Tensor]()
-        for process_loss, process_metrics, process_losses in results:
+        loss, metrics = None, list[object]()
+        for process_loss, process_metrics, _ in results:
             if process_loss is not None:
                 loss = process_loss if loss is None else loss + process_loss
             metrics += process_metrics or ()
-            each += () if process_losses is None else process_losses.unbind()
         if losses is not None:
-            losses[:] = each
+            losses[:] = chain.from_iterable(each for _, _, each in results if each is not None)
         self._end(run, self)
         if self.recorder is not None and run.trains and loss is not None:
             self.recorder.losses.append(loss)
@@ -510,13 +509,11 @@ class GPipe(Partitioned):
             return watch
         run.targets = split or split_targets(targets, run.micro_batch_sizes, ready_made=run.ready_made)
         if reduction is None:
-            rows = run.micro_batch_sizes
-            average = read_average(run.loss_fn, run.targets[0], rows[0], ready_made=run.ready_made)
+            average = read_average(run.loss_fn, run.targets, run.micro_batch_sizes, ready_made=run.ready_made)
             if average is None or checks:
                 watch = LossWatch(average, is_of_torch=average is not None, checks=checks)
                 run.call_loss = watch.call_loss
             if average is not None:
-                check_weights_of_rows(run.loss_fn, run.targets, rows)
                 reduction = average.reduction
         description = "weights of the targets" if callable(reduction) else str(reduction or "mean")
         run.context.check_same(reduction=description, scale=scale, **keyed)

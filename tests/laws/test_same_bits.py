@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.distributed import processes
-from gpipe.features.verification.verifier import Verifier
+from gpipe.features.verification.feature import Verifier
 from gpipe.runtime import compiled_table
 from gpipe.runtime.actions import WORK
 from gpipe.runtime.compiled_table import CompiledAction

@@ -193,20 +193,6 @@ def find_contradiction(loss_fn: object, reduction: Reduction) -> list[str]:
     ]
 
 
-def check_weights_of_rows(loss_fn: object, targets: Sequence[Tree], rows: Sequence[int]) -> None:
-    """Raises a ValueError if a loss of torch has an attribute with one entry per row of the mini-batch."""
-    target, loss = targets[0], read_loss(loss_fn) if len(rows) > 1 else None
-    if loss is None or not isinstance(target, Tensor) or not target.is_floating_point():
-        return
-    for name, value in loss.of_rows.items():
-        if value.dim() >= target.dim() and value.shape[0] == sum(rows):
-            raise ValueError(
-                f"loss_fn has a {name} of shape {tuple(value.shape)}, with one entry for each of the {sum(rows)} "
-                f"rows. Pass it with the targets, which are split: step(inputs, (targets, {name}), lambda output, t: "
-                f"loss(output, t[0], {name}=t[1])). [loss-weight-per-row]"
-            )
-
-
 @dataclass(frozen=True)
 class LossAverage:
     """The divisor of a loss's mean, as a function of the target of a micro-batch.
@@ -258,10 +244,32 @@ def find_average(calls: Sequence[LossCall], target: Tree, rows: int, *, ready_ma
     return averages[0]
 
 
-def read_average(loss_fn: object, target: Tree, rows: int, *, ready_made: bool) -> LossAverage | None:
-    """Finds the divisor of a torch loss without calling it. Returns None for any other function."""
-    call = read_loss(loss_fn, target)
-    return None if call is None else find_average([call], target, rows, ready_made=ready_made)
+def read_average(
+    loss_fn: object, targets: Sequence[Tree], rows: Sequence[int], *, ready_made: bool
+) -> LossAverage | None:
+    """Finds the divisor of a torch loss without calling it. Returns None for any other function.
+
+    Args:
+        loss_fn: The loss function.
+        targets: The target of each micro-batch.
+        rows: The number of rows of each micro-batch.
+        ready_made: As for `find_average`.
+
+    Raises:
+        ValueError: If the loss has an attribute with one entry per row of the mini-batch.
+    """
+    target, call = targets[0], read_loss(loss_fn, targets[0])
+    average = None if call is None else find_average([call], target, rows[0], ready_made=ready_made)
+    if call is None or average is None or len(rows) == 1 or not isinstance(target, Tensor):
+        return average
+    for name, value in call.of_rows.items() if target.is_floating_point() else ():
+        if value.dim() >= target.dim() and value.shape[0] == sum(rows):
+            raise ValueError(
+                f"loss_fn has a {name} of shape {tuple(value.shape)}, with one entry for each of the {sum(rows)} "
+                f"rows. Pass it with the targets, which are split: step(inputs, (targets, {name}), lambda output, t: "
+                f"loss(output, t[0], {name}=t[1])). [loss-weight-per-row]"
+            )
+    return average
 
 
 def _locate(call: LossCall, target: Tree, rows: int, *, ready_made: bool) -> LossAverage | None:

@@ -14,7 +14,7 @@ from gpipe.batch.inputs import split_alike
 from gpipe.batch.losses import call_loss, own_loss, read_average
 from gpipe.batch.microbatch import MicroBatches, Reduction, loss_weights
 from gpipe.errors import VerificationError
-from gpipe.features.verification.verifier import Verifier
+from gpipe.features.verification.feature import Verifier
 from gpipe.stages.digest import differ, digest
 from gpipe.stages.memory_layout import copy_of
 from gpipe.stages.reachable_state import ReachableState
@@ -259,7 +259,7 @@ def _reference_loop(
         begun = traced.begin(values, float if is_own else None)
         values, weights = list(begun.values), begun.shares
     if not is_own:
-        average = read_average(loss_fn, goals[0], rows[0], ready_made=isinstance(inputs, MicroBatches))
+        average = read_average(loss_fn, goals, rows, ready_made=isinstance(inputs, MicroBatches))
         weights = loss_weights(reduction or (average.reduction if average else "mean"), rows, goals)
     expected: dict[str, Tree] = {}
     for m, (value, goal, weight) in enumerate(zip(values, goals, weights, strict=True)):

@@ -30,7 +30,7 @@ from gpipe.runtime.streams import DeviceStream, RankStream
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.cost import LayerSeconds
 from gpipe.stages.boundary import Gradients, detach_boundary, run_backward
-from gpipe.stages.buffers import Buffers, SavedBuffers, parameters_kept, state_kept, state_of, untouched
+from gpipe.stages.buffers import Buffers, SavedBuffers, Submodules, parameters_kept, state_kept, state_of, untouched
 from gpipe.stages.memory_layout import copy_of, moved
 from gpipe.stages.reachable_state import ReachableState
 from gpipe.stages.rng import rng_scope
@@ -260,9 +260,10 @@ def _seconds(runs: Sequence[LayerRun], device: torch.device, *, parts: bool) -> 
             seconds[index][part] += _now(device) - start
             return result
 
-    buffers, kept, outputs = [Buffers([run.layer]) for run in runs], list[SavedBuffers](), deque[Values]()
+    modules = [Submodules([run.layer]) for run in runs]
+    buffers, kept, outputs = [*map(Buffers, modules)], list[SavedBuffers](), deque[Values]()
     for i, run in enumerate(runs):
-        buffers[i].find()
+        modules[i].now()
         kept.append(timed(i, "recompute", buffers[i].before))
         outputs.append(timed(i, "forward", partial(run.forward, run.inputs()[0])))
         timed(i, "recompute", partial(buffers[i].after, kept[i]))

@@ -12,9 +12,10 @@ unchanged. Two rules limit the cost:
   buffers count as changed if their version has increased.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -33,6 +34,26 @@ TRACING = "gpipe.tracing."
 """Prefix of the modules whose classes represent layers of a traced model. Their objects refer to the whole model."""
 SMALL = 2**20
 """Maximum size in bytes of buffers that are copied for every forward, whether they changed or not."""
+
+
+_CHILDREN_OF, _BUFFERS_OF, _VALUES = attrgetter("_modules"), attrgetter("_buffers"), methodcaller("values")
+
+
+class Submodules:
+    """All modules of some layers, each once. The layers are searched again only after a module has changed."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._layers = list(layers)
+        self._modules: list[nn.Module] = []
+        self._children: list[nn.Module | None] = []
+
+    def now(self) -> list[nn.Module]:
+        """Returns the modules. The list is the same object as before if no module was added, removed or replaced."""
+        children = [*chain.from_iterable(map(_VALUES, map(_CHILDREN_OF, self._modules)))]
+        if not self._modules or children != self._children:  # A forward may create modules.
+            self._modules = list(dict.fromkeys(chain.from_iterable(map(nn.Module.modules, self._layers))))
+            self._children = [*chain.from_iterable(map(_VALUES, map(_CHILDREN_OF, self._modules)))]
+        return self._modules
 
 
 class SavedBuffers(NamedTuple):
@@ -59,22 +80,12 @@ class SavedBuffers(NamedTuple):
 class Buffers:
     """Saves and restores the buffers of a stage's layers."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = list(modules)
-        self._parts: list[nn.Module] = []
-        self._children: list[nn.Module | None] = []
-        self._names: list[tuple[object, ...]] = []  # For each module with buffers: the module, then their names.
+    def __init__(self, modules: Submodules) -> None:
+        self._modules = modules
+        self._names: tuple[Sequence[object], ...] = ()  # The modules, the number of buffers of each, and their names.
         self._slots: list[Slot] = []
         self._copies: dict[Slot, tuple[Tensor, int, Tensor]] = {}  # The buffer, its version, and the copy.
         self._changing: set[Slot] = set()  # Small buffers that a forward of this step has changed.
-
-    def find(self) -> None:
-        """Updates the list of all modules in the layers."""
-        self._parts = list(dict.fromkeys(chain.from_iterable(map(nn.Module.modules, self.modules))))
-        self._children = self._children_now()
-
-    def _children_now(self) -> list[nn.Module | None]:
-        return [*chain.from_iterable(part._modules.values() for part in self._parts)]
 
     def forget(self) -> None:
         """Discards the copies. After a forward that may have changed buffers, call either `after` or this method."""
@@ -82,13 +93,13 @@ class Buffers:
 
     def _now(self) -> tuple[list[Slot], list[Tensor | None]]:
         """Returns the slots of all buffers, and the buffers. Unchanged slots are returned as the same list object."""
-        if not self._parts or self._children_now() != self._children:  # A forward may create modules.
-            self.find()
-        holders = [part for part in self._parts if part._buffers]
-        names = [(part, *part._buffers) for part in holders]
+        self._parts = parts = self._modules.now()
+        buffers = [*map(_BUFFERS_OF, parts)]
+        names = parts, [*map(len, buffers)], [*chain.from_iterable(buffers)]
         if names != self._names:
-            self._names, self._slots = names, [(part, name) for part in holders for name in part._buffers]
-        return self._slots, [*chain.from_iterable(part._buffers.values() for part in holders)]
+            self._names = names
+            self._slots = [(part, name) for part in parts for name in part._buffers]
+        return self._slots, [*chain.from_iterable(map(_VALUES, buffers))]
 
     def before(self) -> SavedBuffers:
         """Saves the buffers before a forward."""
@@ -112,13 +123,14 @@ class Buffers:
 
         Also saves the first value of each buffer that had no value before the forward.
         """
-        changed = _changed(before, *self._now(), self._changing)
-        before.changed.update(changed)
-        for slot in changed:
-            self._copies.pop(slot, None)
-        new = [slot for slot in changed if slot not in self._changing]
-        _reject_views(before, new)
-        self._changing.update(slot for slot in new if _is_small(slot[0]._buffers.get(slot[1])))
+        # A buffer that a forward adds to a stage without buffers is found by `as_before`.
+        if before.slots and (changed := _changed(before, *self._now(), self._changing)):
+            before.changed.update(changed)
+            for slot in changed:
+                self._copies.pop(slot, None)
+            new = [slot for slot in changed if slot not in self._changing]
+            _reject_views(before, new)
+            self._changing.update(slot for slot in new if _is_small(slot[0]._buffers.get(slot[1])))
         for index, (tensor, copy) in enumerate(zip(before.tensors, before.copies, strict=True)):
             if copy is None and tensor is not None and not is_lazy(tensor):
                 before.versions[index], before.copies[index] = -1, copy_of(tensor.detach())
@@ -128,6 +140,9 @@ class Buffers:
         """Replaces changed buffers by copies of the saved buffers inside the context."""
         slots, tensors = self._now()
         changed = _changed(before, slots, tensors, before.changed)
+        if not changed:
+            yield
+            return
         _reject_views(before, [slot for slot in changed if slot not in before.changed])
         current = dict(zip(slots, tensors, strict=True))
         restored = dict(zip(before.slots, before.tensors, strict=True))
@@ -190,14 +205,15 @@ def _changed(
         now: The current buffers.
         known: Slots that count as changed without a comparison.
     """
-    new = list[Slot]()
+    changed = list[Slot]()
     if slots is not before.slots:
         current = dict(zip(slots, now, strict=True))
-        new, now = [*current.keys() - set(before.slots)], [current.get(slot, MISSING) for slot in before.slots]
+        changed, now = [*current.keys() - set(before.slots)], [current.get(slot, MISSING) for slot in before.slots]
     pairs = zip(before.slots, before.tensors, before.versions, before.copies, now, strict=True)
-    return new + [
-        slot for slot, was, saved, copy, tensor in pairs if slot in known or is_changed(was, saved, copy, tensor)
-    ]
+    for slot, was, saved, copy, tensor in pairs:
+        if slot in known or is_changed(was, saved, copy, tensor):
+            changed.append(slot)
+    return changed
 
 
 MISSING = torch.empty(0)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gpipe._torch.autograd import has_node_hooks, next_node_number
 from gpipe.stages.boundary import BoundaryValue, carry_attributes, detach_boundary, find_ancestors, leaves_of
-from gpipe.stages.buffers import Buffers, Slot
+from gpipe.stages.buffers import Buffers, Slot, Submodules
 from gpipe.stages.digest import differ, digest
 from gpipe.stages.dtensor import is_sharded
 from gpipe.stages.memory_layout import copy_of, storage_address, versions
@@ -194,6 +194,7 @@ class Stage:
         self.works_in_place: dict[Modes, bool] = {}
         self.first = self.layers[0].index
         self.shared: frozenset[Slot] = frozenset()
+        self.submodules = Submodules(layer.module for layer in self.layers)
 
     def begin(self) -> None:
         """Adapts the stage to changes of its layers. Called before each pass over the micro-batches."""
@@ -203,8 +204,8 @@ class Stage:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """All modules of the layers, including submodules."""
-        return [module for layer in self.layers for module in layer.module.modules()]
+        """All modules of the layers, including submodules, each once."""
+        return self.submodules.now()
 
     def forward(
         self,
@@ -339,9 +340,8 @@ class StageRun:
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        modules = [layer.module for layer in stage.layers]
-        self.modes: Modes = tuple([module.training for module in modules])
-        self.buffers = Buffers(modules)
+        self.modes: Modes = tuple([layer.module.training for layer in stage.layers])
+        self.buffers = Buffers(stage.submodules)
         self._ancestors: dict[int, set[int]] = {}  # By the number of leaves.
 
     def detach_boundary(self, values: Sequence[Tree]) -> tuple[list[BoundaryValue], list[list[Tensor]]]:

@@ -173,7 +173,7 @@ class Comparison:
         with self.replays.new_run() as replay:
             for stage in again:
                 forward, *_ = self.replays.reference_order([stage])
-                saved = Buffers([layer.module for layer in self._stage(stage).layers])
+                saved = Buffers(self._stage(stage).submodules)
                 stream = next(rank.stream for rank in replay.ranks if stage in rank.stages)
                 with stream.enter():
                     before = saved.before()

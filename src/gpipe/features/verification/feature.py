@@ -1,19 +1,25 @@
-"""Verifies a step: records the step while it runs, and then compares the record with replays."""
+"""Verifies a step: records the step while it runs, and then compares the record with replays.
+
+The first step of each combination of model, modes, inputs and program is verified.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
+from typing import TypeAlias
 
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from gpipe._torch.modes import variables_of_torch
+from gpipe._torch.modules import count_forward_hooks
 from gpipe.features.verification.comparison import NOT_REPLAYED, Comparison, in_words
 from gpipe.features.verification.evidence import Evidence, StagesState
 from gpipe.features.verification.replay import Replays, wait_for_ranks
 from gpipe.features.verification.step_record import OUT_OF_MEMORY, StageRecord, StepRecord
-from gpipe.features.verification.verifier import Combination, Verifier
 from gpipe.runtime.compiled_table import CompiledAction, CompiledTable
 from gpipe.runtime.feature import Feature, Work
 from gpipe.runtime.run import MicroBatchState, Rank, Run
@@ -21,6 +27,7 @@ from gpipe.schedule.action import Kind
 from gpipe.stages.boundary import BoundaryInput
 from gpipe.stages.dtensor import is_sharded
 from gpipe.stages.stage import Stage, StageCall
+from gpipe.stages.tree import Tree, tensors_in
 
 THREAD_LOCALS = (
     "{places}: rank threads do not see values that the calling thread has set in a threading.local. Use a "
@@ -34,7 +41,59 @@ SETS_VARIABLES = (
     "values as part of the output. [context-variable-set]"
 )
 
+Combination: TypeAlias = tuple[object, ...]
+"""The properties of a step. Steps with the properties of a verified step are not verified again."""
+MOST_ATTEMPTS = 3  # The most steps of one combination that are recorded if none of them can be verified.
+
 _NOTHING = nullcontext()
+
+
+@dataclass
+class Verifier:
+    """Decides which steps of a pipe are verified, and keeps the findings of their replays.
+
+    Attributes:
+        enabled: Whether any step is verified.
+        findings: The findings of all verified steps.
+        compared: The number of results that were compared in all verified steps.
+        written: Weights that steps have written. The next recorded step copies them.
+    """
+
+    enabled: bool = True
+    _verified: set[object] = field(default_factory=set)
+    _attempts: dict[object, int] = field(default_factory=dict)
+    findings: list[str] = field(default_factory=list)
+    compared: int = 0
+    written: list[Tensor] = field(default_factory=list)
+
+    def __reduce__(self) -> tuple[type["Verifier"], tuple[bool]]:
+        """Copies and pickles as a new verifier, because the copy of a pipe has different modules."""
+        return Verifier, (self.enabled,)
+
+    def is_new(self, combination: Combination | None) -> bool:
+        """Returns whether a step of this combination must be verified."""
+        if combination is None or combination in self._verified:
+            return False
+        return self._attempts.get(combination, 0) < MOST_ATTEMPTS
+
+    def count_attempt(self, combination: Combination | None) -> None:
+        self._attempts[combination] = self._attempts.get(combination, 0) + 1
+
+    def finish(self, combination: Combination | None) -> None:
+        self._verified.add(combination)
+
+    def combination_of(self, run: Run) -> Combination | None:
+        """Returns the combination of a step. None if the step is not verified (no gradients, or not enabled)."""
+        if not self.enabled or not run.trains:
+            return None
+        model = list[tuple[int, bool, int, list[bool]]]()
+        for stage in run.stages.local:
+            for part in stage.modules:
+                requires_grad = [p is not None and p.requires_grad for p in part._parameters.values()]
+                model.append((id(part), part.training, count_forward_hooks(part), requires_grad))
+        program = len(run.micro_batch_sizes), run.slices, run.path, run.thread_state.autocasts
+        loss = getattr(run.loss_fn, "__code__", type(run.loss_fn))
+        return repr(model), program, loss, tuple([_kind(crossing.value) for crossing in run.inputs[:2]])
 
 
 class Verification(Feature):
@@ -195,3 +254,15 @@ def _reason_against(stages: Sequence[Stage]) -> str:
     if any(map(is_sharded, modules)) or any(hasattr(p, "device_mesh") for p in parameters):
         return "its weights are sharded (fully_shard, parallelize_module), and a replay would communicate"
     return ""
+
+
+def _kind(value: Tree) -> object:
+    """Returns the structure of a value, with the dtype, device and number of dimensions of its tensors."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return value.dtype, value.device, value.dim(), value.requires_grad
+    if kind is dict:
+        return tuple((key, _kind(item)) for key, item in value.items())  # type: ignore[attr-defined]  # The value is a dict.
+    if kind is list or kind is tuple:
+        return kind, *map(_kind, value)  # type: ignore[call-overload]  # The value is a list or tuple.
+    return kind, *map(_kind, tensors_in(value))  # Does not run code of other classes.
