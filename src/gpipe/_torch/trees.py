@@ -19,25 +19,21 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 _LEAVES = frozenset({Tensor, int, float, bool, str, type(None)})  # types that are leaves for torch too
 
 
-def tree_leaves(value: object) -> list[Any]:
+def tree_leaves(value: Any) -> list[Any]:
     """Returns the leaves of a value in order."""
-    leaves: list[Any] = []
-    _gather(value, leaves)
-    return leaves
-
-
-def _gather(value: object, leaves: list[Any]) -> None:
-    kind = type(value)
+    kind, leaves = type(value), list[Any]()
     if kind in _LEAVES:
-        leaves.append(value)
-    elif kind is list or kind is tuple:
-        for item in value:  # type: ignore[attr-defined]
-            _gather(item, leaves)
-    elif kind is dict:
-        for item in value.values():  # type: ignore[attr-defined]
-            _gather(item, leaves)
-    else:
-        leaves.extend(_pytree.tree_leaves(value))
+        return [value]
+    if kind is dict:
+        value = value.values()
+    elif kind is not list and kind is not tuple:
+        return _pytree.tree_leaves(value)
+    for item in value:
+        if type(item) in _LEAVES:  # Most items: without a call.
+            leaves.append(item)
+        else:
+            leaves += tree_leaves(item)
+    return leaves
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], object]) -> Any:

@@ -66,7 +66,7 @@ class Fingerprint(NamedTuple):
     @classmethod
     def of(cls, output: StageOutput, *, outlives: bool = True) -> "Fingerprint":
         """Computes the fingerprint of an output. Pass `outlives=False` if the output is kept as well."""
-        reached = frozenset(map(id, leaves_of(tensors_in(output.values))))
+        reached = frozenset(map(id, leaves_of(chain.from_iterable(map(tensors_in, output.values)))))
         return cls(digest([*output.values, *output.for_loss.values()], outlives=outlives), reached)
 
     def differs(self, output: StageOutput, stage: Stage, inputs: Sequence[BoundaryValue]) -> bool | Tensor:
@@ -79,18 +79,12 @@ class Fingerprint(NamedTuple):
         return differ(self.digest, other.digest)
 
 
-class _Kept(NamedTuple):
-    """The state that a forward pass keeps for its recomputation, in addition to its inputs."""
-
-    buffers: SavedBuffers
-    fingerprint: Fingerprint
-
-
 class Recompute(Feature):
     """Discards the activations of forward passes and recomputes them, on all ranks of this process."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], _Kept] = {}
+        # What forward passes keep for their recomputation, in addition to their inputs, by stage and micro-batch.
+        self._kept: dict[tuple[int, int], tuple[SavedBuffers, Fingerprint]] = {}
         # Results of comparisons on a GPU, by rank. They are read at the end, because reading waits for the GPU.
         self._deferred_mismatches = defaultdict[int, list[Tensor]](list)
         self._versions: object = None  # parameters and modes after the forward pass of a call
@@ -132,27 +126,27 @@ class Recompute(Feature):
         output = run_layers(run, rank, state)
         buffers.after(before)
         send_outputs(run, rank, task, state, output)
-        self._kept[task.stage, task.micro_batch] = _Kept(before, Fingerprint.of(output))
+        self._kept[task.stage, task.micro_batch] = before, Fingerprint.of(output)
         state.roots, state.gradients = [], []
 
     def _recompute(self, run: Run, rank: Rank, task: CompiledAction) -> None:
         """R: runs the layers of a stage again, to create their graph."""
         state = rank.states[task.stage, task.micro_batch]
-        kept = self._kept.pop((task.stage, task.micro_batch))
+        saved, fingerprint = self._kept.pop((task.stage, task.micro_batch))
         state.progress = run.context.new_progress()
-        as_before = partial(state.stage_run.buffers.as_before, kept.buffers)
+        as_before = partial(state.stage_run.buffers.as_before, saved)
         variables = self._variables
         with as_before():
             if variables is None:
                 output = run_layers(run, rank, state)
             else:
                 output = variables.run(run_layers, run, rank, state)
-            differs = kept.fingerprint.differs(output, state.stage_run.stage, state.inputs)
+            differs = fingerprint.differs(output, state.stage_run.stage, state.inputs)
             if differs is True:
                 _raise_difference(run, state, as_before)
         if isinstance(differs, Tensor):
             self._deferred_mismatches[rank.rank].append(differs)
-        del kept, as_before
+        del saved, fingerprint, as_before
         state.roots = roots_of(run, rank, state, output)
 
 

@@ -24,6 +24,8 @@ from gpipe.stages.tree import tensors_in
 Accumulate: TypeAlias = Callable[[Sequence[Tensor], Gradients], Iterable[Tensor]]
 """Runs autograd from the roots of a stage with their gradients. Returns the gradients that it keeps for later."""
 
+_NONE = frozenset({None})
+
 
 def receive(run: Run, rank: Rank, task: CompiledAction) -> ReadyEvent:
     """Receives the messages that an action needs into the inbox, and returns the event of the last message."""
@@ -120,10 +122,11 @@ def new_state(run: Run, rank: Rank, task: CompiledAction) -> MicroBatchState:
 def run_layers(run: Run, rank: Rank, state: MicroBatchState) -> StageOutput:
     """Runs the layers of a stage. The output has one value per route out of the stage, with the main route last."""
     stage, routes, inputs = state.stage_run.stage, state.routes, state.inputs
+    state.gradients, attached = [], []
     for boundary in inputs:
         boundary.check(stage)
-    attached = [*map(attach_boundary, inputs)]
-    state.gradients = [entry.gradients for entry in attached]
+        attached.append(entry := attach_boundary(boundary))
+        state.gradients.append(entry.gradients)
     skips = dict(zip(routes.skips_in, [entry.value for entry in attached], strict=False)) if routes.skips_in else {}
     key = run.rng_key(state.micro_batch)
     rank.scope.begin_forward(stage.first, key.micro_batch)
@@ -138,7 +141,8 @@ def run_layers(run: Run, rank: Rank, state: MicroBatchState) -> StageOutput:
             tensors = tensors_in(entry.value)
             if not output.changed.isdisjoint(id(tensors[index]) for index in boundary.sharing):
                 raise RuntimeError(SHARED_IN_PLACE.format(stage=stage))
-    _reject_gradients(state, "a layer")
+    if not _NONE.issuperset(chain.from_iterable(state.gradients)):  # A backward pass would overwrite gradients.
+        raise RuntimeError(BACKWARD_INSIDE.format(source="a layer", stage=stage))
     return output
 
 
@@ -162,7 +166,8 @@ def roots_of(run: Run, rank: Rank, state: MicroBatchState, output: StageOutput) 
     rank.scope.begin_forward(len(run.stages.layers), run.first + m)
     with run.thread_state.around_layers():
         loss, metrics = run.call_loss(run, m, output.values[0], target, output.for_loss)
-    _reject_gradients(state, "loss_fn")
+    if not _NONE.issuperset(chain.from_iterable(state.gradients)):
+        raise RuntimeError(BACKWARD_INSIDE.format(source="loss_fn", stage=state.stage_run.stage))
     if run.trains and run.loss_gradients[m] is not None and not loss.requires_grad:
         raise ValueError(NO_GRADIENT)
     if metrics is not NO_METRICS:
@@ -180,11 +185,3 @@ def _last_gradients(run: Run, rank: Rank, state: MicroBatchState) -> Gradients:
     gradient = run.loss_gradients[state.micro_batch]
     # Each micro-batch needs a new tensor, because the `.grad` of a leaf may become a view of it.
     return [None if gradient is None else torch.full_like(state.roots[0], gradient)]
-
-
-def _reject_gradients(state: MicroBatchState, source: str) -> None:
-    """Raises an error if the inputs already have gradients, because a backward pass would overwrite them."""
-    for gradients in state.gradients:
-        for gradient in gradients:
-            if gradient is not None:
-                raise RuntimeError(BACKWARD_INSIDE.format(source=source, stage=state.stage_run.stage))

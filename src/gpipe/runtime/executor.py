@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from contextvars import copy_context
 from functools import partial
+from operator import attrgetter
 
 from gpipe._torch.modes import as_rank, intra_op_threads
 from gpipe.runtime.actions import WORK
@@ -34,6 +35,7 @@ UNSEEN_BY_THREADS = (
     "{modes} is active in the calling thread, but has no effect in rank threads. Leave the mode, or use "
     "driver='lockstep', which runs in the calling thread. [mode-not-in-threads]"
 )
+_VALUE, _DEVICE = attrgetter("value"), attrgetter("device")
 INTERRUPTED = (
     "The mini-batch was interrupted, and .grad may hold partial sums. Call zero_grad() before the next step."
 )
@@ -132,9 +134,9 @@ def _run_table(run: Run, table: CompiledTable) -> None:
     # On a GPU, `backward()` of a call runs in autograd's device thread, and rank threads would wait for that thread.
     in_threads = stages.threaded and not (is_backward and stages.queues)
     if run.trains:
-        stages.threads.check_interrupted(layer.module for stage in stages.local for layer in stage.layers)
-    inputs = run.output_gradients if is_backward else [boundary.value for boundary in run.inputs]
-    devices = {tensor.device for tensor in tensors_in([*run.targets, *inputs])}
+        stages.threads.check_interrupted(stages.layers)
+    inputs = run.output_gradients if is_backward else map(_VALUE, run.inputs)
+    devices = set(map(_DEVICE, tensors_in([*run.targets, *inputs])))
     for stage in () if is_backward else stages.local:
         stage.begin()
     for rank in run.ranks:

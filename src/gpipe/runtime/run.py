@@ -149,7 +149,10 @@ class Run:
 
     def feature(self, kind: type[F]) -> F | None:
         """Returns the feature of a class, or None if the run does not have it."""
-        return next((feature for feature in self.features if isinstance(feature, kind)), None)
+        for feature in self.features:
+            if isinstance(feature, kind):
+                return feature
+        return None
 
     def rng_key(self, micro_batch: int) -> RngKey:
         """Returns the key of the random numbers that layers draw for a micro-batch."""

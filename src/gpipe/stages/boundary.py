@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from operator import itemgetter
 from traceback import walk_tb
 from typing import Any, NamedTuple, TypeAlias
 
@@ -46,6 +47,9 @@ SPARSE_AT_BOUNDARY = (
     "A layer passes a sparse tensor that requires a gradient to another partition. Convert it with t.to_dense(), or "
     "keep both layers in one partition. [sparse-tensor-at-boundary]"
 )
+
+
+_NODE = itemgetter(0)  # of an edge of the graph
 
 
 @dataclass(slots=True)
@@ -281,7 +285,7 @@ def find_ancestors(roots: Sequence[Tensor]) -> set[int]:
     return {index for index, edge in enumerate(root_edges) if edge in inner or times[edge] > 1}
 
 
-def leaves_of(roots: Sequence[Tensor], until: Collection[Node] = ()) -> list[Tensor]:
+def leaves_of(roots: Iterable[Tensor], until: Collection[Node] = ()) -> list[Tensor]:
     """Returns the leaves that a backward from these tensors reaches.
 
     Args:
@@ -298,7 +302,7 @@ def leaves_of(roots: Sequence[Tensor], until: Collection[Node] = ()) -> list[Ten
         if type(node) is LEAF_NODE:
             leaves.append(node.variable)
         else:
-            nodes += [next_node for next_node, _ in node.next_functions]
+            nodes += map(_NODE, node.next_functions)
     return leaves
 
 

@@ -26,7 +26,10 @@ _VERSION = attrgetter("_version")
 
 def versions(tensors: Collection[Tensor]) -> tuple[int, ...]:
     """Returns the `version` of each tensor."""
-    return tuple(map(version if any(map(Tensor.is_inference, tensors)) else _VERSION, tensors))
+    try:
+        return tuple(map(_VERSION, tensors))
+    except RuntimeError:  # An inference tensor has no version.
+        return tuple(map(version, tensors))
 
 
 UNITS, LARGEST_UNIT = {"cpu": 64, "meta": 1}, 512

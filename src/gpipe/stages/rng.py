@@ -378,8 +378,7 @@ class RankScope(PipeRngScope):
 
     def begin_forward(self, layer: int, micro_batch: int) -> None:
         """Uses the random key of a layer's forward from now on. The loss function counts as one more layer."""
-        self._micro_batch, self.in_backward = micro_batch, False
-        self.set_layer(layer)
+        self._layer, self._micro_batch, self._generators, self.in_backward = layer, micro_batch, {}, False
 
     def begin_backward(self, maker: Callable[[int | None], str | None]) -> None:
         """Rejects draws from now on, except in recomputations of checkpoints.

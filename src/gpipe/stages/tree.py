@@ -21,7 +21,11 @@ def tensors_in(value: Tree) -> list[Tensor]:
     """Returns the distinct tensors in a value, in order of first appearance."""
     if type(value) is Tensor:
         return [value]
-    return list({id(item): item for item in tree_leaves(value) if isinstance(item, Tensor)}.values())
+    tensors: dict[int, Tensor] = {}
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            tensors[id(leaf)] = leaf
+    return [*tensors.values()]
 
 
 def replace_tensors(value: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
