@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import gpipe
+from gpipe.checkpoint import weights as files_of_weights
 from tests.support.checkpointed import build, build_tied, differences, make, snapshot
 from tests.support.thread_ranks import RankPipe, all_well, rank_pipes, run_ranks
 
@@ -66,6 +67,24 @@ def test_processes_write_and_read_it_together(replicas: int, layers: Any, tmp_pa
 
     found = all_well(run_ranks(load, rank_pipes(make(layers(3), 2), replicas)))
     assert differences({name: value for own in found for name, value in own.items()}, weights(whole)) == []
+
+
+@pytest.mark.parametrize("folder", ["exists on the other host", "does not exist there"])
+def test_processes_without_a_shared_folder_get_one_clear_message(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug story: the message was that of `os.replace`, of a name with a token that nobody knows."""
+    path = tmp_path / "weights"
+    if folder == "exists on the other host":
+        path.mkdir()
+        monkeypatch.setattr(files_of_weights, "write_file", lambda path, data: None)  # rank 0 sees no file
+    else:
+        monkeypatch.setattr(files_of_weights, "make_folder", lambda path: None)
+    found = run_ranks(lambda own: gpipe.save_weights(path, own), rank_pipes(make()))
+    errors = [str(each) for each in found if isinstance(each, OSError)]
+    assert errors
+    assert all(f"folder={path} is not shared by all processes" in text and "gpipe.save" in text for text in errors)
+    assert not path.exists() or names(path) == []
 
 
 def test_what_others_wrote_is_read_under_other_names(tmp_path: Path) -> None:

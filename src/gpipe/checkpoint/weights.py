@@ -36,6 +36,10 @@ from gpipe.stages.dtensor import full_tensor
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+NOT_SHARED = (
+    "folder={folder} is not shared by all processes. Pass a folder on a file system that all hosts share, or use "
+    "gpipe.save, which does not need one. [weights-folder-not-shared]"
+)
 
 Rename = Callable[[str], str]
 
@@ -147,7 +151,7 @@ def save_weights(
             Default: 5 GB.
 
     Raises:
-        OSError: If writing failed, for example on a full disk.
+        OSError: If writing failed, for example on a full disk, or if the processes do not share the folder.
         ValueError: If values cannot be saved. The error lists all of these values.
 
     Example:
@@ -181,6 +185,8 @@ def save_weights(
     own = dict(zip(list(files)[first:], shards, strict=False))
     try:
         with failed:
+            if own and not path.is_dir():
+                raise FileNotFoundError(NOT_SHARED.format(folder=path))
             for name, shard in own.items():
                 write_file(temporary[name], encode_file(shard))
         sizes = all_gather_checked(
@@ -188,6 +194,8 @@ def save_weights(
         )
         with failed:
             if ranks.rank == 0:
+                if not all(file.exists() for file in temporary.values()):
+                    raise FileNotFoundError(NOT_SHARED.format(folder=path))
                 _put_in_place(path, files, temporary, sum(sizes))
         all_gather_checked(ranks, error=failed.error)
     finally:
