@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
-from typing import Any, Never, TypeAlias
+from typing import Any, NamedTuple, Never, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,16 @@ from gpipe.stages.tree import hides_tensors
 from gpipe.tracing.meta_model import DryRun
 from gpipe.tracing.parts import ModelPart
 from gpipe.tracing.shallow_copy import ShallowCopy
-from gpipe.tracing.trace import CannotSplitError, Collected, OpCall, Trace, ValueId, open_lists, take_apart
+from gpipe.tracing.trace import (
+    PLAIN,
+    CannotSplitError,
+    Collected,
+    OpCall,
+    Trace,
+    ValueId,
+    open_lists,
+    take_apart,
+)
 
 LAYOUT = frozenset({
     "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
@@ -86,6 +95,8 @@ class Placeholder(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not asks_for_layout(func):
             raise _missing(getattr(func, "__name__", str(func)), "a tensor")
+        if func is Tensor.requires_grad_:
+            vars(args[0])["is_changed"] = True  # so that no later run uses it
         with as_plain_tensors():
             return func(*args, **(kwargs or {}))
 
@@ -95,6 +106,10 @@ class Placeholder(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # without values: there are none
         return f"Placeholder({tuple(self.shape)}, {self.dtype})"
+
+
+SHARED = PLAIN | {Placeholder}
+"""The types of leaves in `SkippedOps`."""
 
 
 class OpaquePlaceholder:
@@ -126,6 +141,29 @@ def describe(leaves: Sequence[Any]) -> Descriptions:
     ]
 
 
+ValueIds: TypeAlias = dict[int, tuple[weakref.ref[Tensor], ValueId]]
+
+
+class SkippedOps(NamedTuple):
+    """Placeholders that all runs of a stage on one log use, in the results of operations of earlier stages.
+
+    Attributes:
+        results: The results that consist of placeholders and plain values only, by the index of the operation.
+        placeholders: The placeholders in these results.
+        value_ids: Their value ids.
+    """
+
+    results: dict[int, Any]
+    placeholders: list[Placeholder]
+    value_ids: ValueIds
+
+    def clear_if_changed(self) -> None:
+        """Forgets all results if a run has stored an attribute on a placeholder, or changed its `requires_grad`."""
+        if any(map(vars, self.placeholders)):
+            for kept in self:
+                kept.clear()
+
+
 class Interpreter(TorchFunctionMode):
     """Runs a forward on a shallow copy of the model, operation by operation.
 
@@ -140,7 +178,7 @@ class Interpreter(TorchFunctionMode):
         self.dry = dry
         self.op_index = 0
         self._in_unit = False
-        self._value_ids: dict[int, tuple[weakref.ref[Tensor], ValueId]] = {}
+        self._value_ids: ValueIds = {}
         self._outer_context = copy_context()
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -228,6 +266,7 @@ class StageInterpreter(Interpreter):
         rng_key: The key of the random numbers. Default: the key of the sample.
         progress: Receives the current layer, for error messages.
         dry: Executes the operations of a model on the meta device.
+        skipped: The results of skipped operations from earlier runs with the same trace, log and crossing tensors.
     """
 
     def __init__(
@@ -242,8 +281,12 @@ class StageInterpreter(Interpreter):
         rng_key: RngKey = SAMPLE_KEY,
         progress: LayerProgress | None = None,
         dry: DryRun | None = None,
+        skipped: SkippedOps | None = None,
     ) -> None:
         super().__init__(shallow_copy, dry)
+        self._skipped = SkippedOps({}, [], {}) if skipped is None else skipped
+        self._skipped.clear_if_changed()
+        self._value_ids = {**self._skipped.value_ids}
         self.trace, self.log, self.device = trace, log, device
         self.last_layer = layers[-1].index
         self.is_last = self.last_layer == len(trace.starts) - 1
@@ -341,6 +384,8 @@ class StageInterpreter(Interpreter):
 
     def _skip_op(self, index: int) -> Any:
         """Returns the result of an operation of an earlier layer, from the log and the values that were received."""
+        if (result := self._skipped.results.get(index)) is not None:
+            return result
         op = self.trace.ops[index]
         leaves = [
             self._receive(ValueId(index, place), description) for place, description in enumerate(self.log[index + 1])
@@ -348,7 +393,14 @@ class StageInterpreter(Interpreter):
         for place, (maker, leaf) in op.repeated.items():
             known = ValueId(maker, leaf), self.log[maker + 1][leaf]
             leaves[place] = leaves[leaf] if maker == index else self._receive(*known)
-        return op.returns.filled(leaves) if len(leaves) == op.returns.spec.num_leaves else tuple(leaves)
+        result = op.returns.filled(leaves) if len(leaves) == op.returns.spec.num_leaves else tuple(leaves)
+        crosses = any(value_id.op == index for value_id in self._values)
+        if op.returns.is_immutable and not (crosses or op.repeated) and SHARED.issuperset(map(type, leaves)):
+            self._skipped.results[index] = result
+            placeholders = [leaf for leaf in leaves if type(leaf) is Placeholder]
+            self._skipped.placeholders.extend(placeholders)
+            self._skipped.value_ids.update({id(leaf): self._value_ids[id(leaf)] for leaf in placeholders})
+        return result
 
     def _execute_in_layer(self, call: OpCall) -> Any:
         if Placeholder in map(type, call.tensors):

@@ -309,7 +309,7 @@ class TracedModel:
         opened = map(self.model.get_submodule, self.parts.opened)
         encoders = [part for part in opened if isinstance(part, nn.TransformerEncoder) and part.use_nested_tensor]
         may_nest = any(not encoder.training for encoder in encoders)
-        return torch.is_grad_enabled(), *(p.requires_grad for p in self.model.parameters() if may_nest)
+        return torch.is_grad_enabled(), *(p.requires_grad for p in (self.model.parameters() if may_nest else ()))
 
     def trace_all(self, value: Tree, slices: int = 1) -> None:
         """Traces the paths of training and evaluation, with and without gradients, labels and a loss.

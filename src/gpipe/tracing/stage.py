@@ -18,7 +18,7 @@ from gpipe.stages.rng import rng_scope
 from gpipe.stages.skips import Stashed
 from gpipe.stages.stage import Layer, LayerProgress, RngKey, Stage, StageCall
 from gpipe.stages.tree import Tree, tensors_in
-from gpipe.tracing.interpreter import SAMPLE_KEY, Descriptions, StageInterpreter, describe
+from gpipe.tracing.interpreter import SAMPLE_KEY, Descriptions, SkippedOps, StageInterpreter, describe
 from gpipe.tracing.parts import ModelPart, Parts
 from gpipe.tracing.shallow_copy import ShallowCopy
 from gpipe.tracing.slices import cache_of, tokens_before
@@ -40,7 +40,10 @@ def state_of(number: int, leaves: Leaves) -> dict[str, Tree]:
     }
 
 
-@lru_cache(maxsize=256)
+MAX_LOGS = 256
+
+
+@lru_cache(maxsize=MAX_LOGS)
 def parse_log(log: str) -> Sequence[Descriptions]:
     """Returns the descriptions in each line of a log. Micro-batches of one size have the same logs."""
     return tuple(map(json.loads, log.splitlines()))
@@ -105,11 +108,12 @@ class TracedStage(Stage):
         self._parts, self._traces, self._stage_of = parts, traces, stage_of
         self._shallow_copy: ShallowCopy | None = None
         self._crossings: dict[int, Crossings] = {}  # by the number of the trace
+        self._skipped: dict[object, SkippedOps] = {}  # by the number of the trace, the log and the device
         super().__init__(index, layers, device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state without the shallow copy, which `begin` creates again."""
-        return {**vars(self), "_shallow_copy": None}
+        """Returns the state without the shallow copy and placeholders, which are created again."""
+        return {**vars(self), "_shallow_copy": None, "_skipped": {}}
 
     def begin(self) -> None:
         super().begin()
@@ -134,7 +138,10 @@ class TracedStage(Stage):
         for route, value_id in crossings.arrives.items():
             values[value_id] = call.arrived[route]
         before, wanted = parse_log(value["log"]), frozenset((*crossings.leaves, *crossings.departs.values()))
-        interpreter = self.interpreter(trace, values, [*before], wanted, call.rng_key, call.progress)
+        if len(self._skipped) > MAX_LOGS:
+            self._skipped.clear()
+        skipped = self._skipped.setdefault((number, value["log"], self.device), SkippedOps({}, [], {}))
+        interpreter = self.interpreter(trace, values, [*before], wanted, call.rng_key, call.progress, skipped)
         inputs, slice_info = value["inputs"], {}
         if call.keys is not None:
             (index, tokens), slice_info = value["slice"], {"slice": value["slice"]}
@@ -156,11 +163,12 @@ class TracedStage(Stage):
         wanted: frozenset[ValueId],
         key: RngKey,
         progress: LayerProgress,
+        skipped: SkippedOps | None = None,
     ) -> StageInterpreter:
         """Returns an interpreter that runs the stage's layers once, from the values that the stage has received."""
         assert self._shallow_copy is not None
         return StageInterpreter(
-            self._shallow_copy, trace, self.layers, values, log, wanted, self.device, key, progress
+            self._shallow_copy, trace, self.layers, values, log, wanted, self.device, key, progress, skipped=skipped
         )
 
     def find_nondeterministic_layer(self, value: Tree, call: StageCall, as_before: object) -> Layer | None:

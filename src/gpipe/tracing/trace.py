@@ -66,9 +66,12 @@ class Structure:
     def filled(self, leaves: Sequence[Any]) -> Any:
         if self.spec.type is None:
             return leaves[0]
-        if self.spec.type is tuple and self.spec.num_nodes == self.spec.num_leaves + 1:  # a tuple of leaves
-            return tuple(leaves)
-        return tree_unflatten(leaves, self.spec)
+        return tuple(leaves) if self.is_immutable else tree_unflatten(leaves, self.spec)
+
+    @cached_property
+    def is_immutable(self) -> bool:
+        """Whether the value is a single leaf, or a tuple of leaves."""
+        return self.spec.type is None or (self.spec.type is tuple and self.spec.num_nodes == self.spec.num_leaves + 1)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles an example value instead of torch's tree spec, because pickling a spec prints a warning."""
