@@ -68,6 +68,7 @@ ALLOWED = {
     "_exit": "of os",
     "_init_weights": "initializes a module, in transformers and similar models",
     "_no_split_modules": "the blocks that a model of transformers declares",
+    "_heterogeneity_spec": "set on a configuration of transformers whose blocks have different settings",
     "_output_capturing_hooks_installed": "set on a model of transformers with collecting hooks",
     "_supports_mm_encoder_outputs": "read by `generate` of transformers",
     "_prepare_text_encoder_decoder_kwargs_for_generation": "runs the encoder in `generate` of transformers",
