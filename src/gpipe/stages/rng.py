@@ -122,7 +122,7 @@ def _recompute_generator(
 
 MAX_CODES = 10_000
 _ordinary_codes: dict[int, CodeType] = {}
-"""Code objects that do not belong to checkpoints. Each draw searches the whole stack, and skips them quickly."""
+"""Code objects that do not belong to checkpoints, by id. Each draw searches the whole stack and skips them."""
 
 
 def _find_checkpoints(
@@ -137,10 +137,9 @@ def _find_checkpoints(
         The forwards of checkpoints, innermost first, and the recomputation that contains them, or None.
     """
     forwards: list[CheckpointFrame] = []
-    frame = sys._getframe(1).f_back
-    while frame is not None and frame is not until:
-        code = frame.f_code
-        if _ordinary_codes.get(id(code)) is not code:
+    frame, ordinary = sys._getframe(1).f_back, _ordinary_codes
+    while frame is not until and frame is not None:
+        if id(code := frame.f_code) not in ordinary:
             checkpoint = read_checkpoint(frame)
             if checkpoint is not None and checkpoint.recomputes:
                 return forwards, (frame, checkpoint)
@@ -342,8 +341,9 @@ class rng_scope:  # noqa: N801  # it reads as a function at every use, like torc
     def generator(self, device: torch.device) -> torch.Generator:
         """Returns the generator for the next draw on a device."""
         forwards, recompute = _find_checkpoints(self._entered[1])
+        known = None if self.in_backward else self._generators.get(device)
         if recompute is None:
-            generator = self._scope_generator(device)
+            generator = self._scope_generator(device) if known is None else known
         else:
             generator = _recompute_generator(*recompute, device, strict=self.in_backward)
         if forwards:
