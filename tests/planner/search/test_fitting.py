@@ -102,3 +102,19 @@ def test_what_offloads_instead_fits_and_takes_no_longer_and_what_cannot_be_moved
     assert all(held <= limit for held, limit in zip(after.peak_bytes, limits, strict=True))
     for own, one, cost in zip(remat, found, each, strict=True):
         assert one == own or (one == "offload" and own != "never" and cost.move)
+
+
+@LAW
+@given(data=st.data(), program=programs())
+def test_offloaded_inputs_never_make_a_step_faster_so_a_plan_that_fits_does_not_need_them(
+    data: st.DataObject, program: Program
+) -> None:
+    stages = program.stages
+    if not program.micro_batches:
+        return
+    each = tuple(data.draw(st.lists(costs, min_size=stages, max_size=stages)))
+    remat: list[Remat] = data.draw(st.lists(st.sampled_from(["always", 1]), min_size=stages, max_size=stages))
+    moved = list(remat)
+    moved[data.draw(st.integers(0, stages - 1))] = "offload_inputs"
+    plain, offloaded = (simulate(place_transfers(place_remat(program, modes)), each) for modes in (remat, moved))
+    assert offloaded.timeline.seconds >= plain.timeline.seconds

@@ -236,6 +236,9 @@ def choose_offload(
 ) -> tuple[Remat, ...]:
     """Replaces modes in `remat` by `"offload"`, at stages where this fits and does not make the step slower.
 
+    Does not try `"offload_inputs"`: this mode recomputes all micro-batches and adds copies, so it cannot make a step
+    faster. It only saves memory, and the modes in `remat` already fit.
+
     >>> from gpipe.schedule.schedules.by_name import program_of
     >>> costs = [StageCost(1.0, 2.0, move=5.0, activations=8), StageCost(1.0, 2.0, move=0.5, activations=8)]
     >>> choose_offload(program_of("gpipe", 2, 8), costs, [16, 16], ("always", "always"))
