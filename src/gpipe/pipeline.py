@@ -425,8 +425,7 @@ class GPipe(Partitioned):
             with run.context.run_scope():
                 if not isinstance(losses, list | None):
                     raise TypeError(f"losses is a {type(losses).__name__}, not a list. Pass losses=[].")
-                devices = [stage.device for stage in self._stages.all]
-                factor = read_scale(scale, scaler, devices, processes=self._processes.size)
+                factor = read_scale(scale, scaler, self.devices, processes=self._processes.size)
                 target_parts = self._split(run, plain(inputs), targets, reduction)
                 verification = run.feature(Verification)
                 assert verification is not None

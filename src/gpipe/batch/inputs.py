@@ -43,7 +43,7 @@ def read_scale(scale: float, scaler: Any, devices: Sequence[torch.device], *, pr
     Args:
         scale: The factor. It must be 1 if you pass a `scaler`.
         scaler: A GradScaler that determines the factor, or None.
-        devices: The devices of the stages.
+        devices: The devices of the partitions.
         processes: The number of processes of the pipe.
 
     Raises:

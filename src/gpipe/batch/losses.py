@@ -249,14 +249,8 @@ def read_average(
 ) -> LossAverage | None:
     """Finds the divisor of a torch loss without calling it. Returns None for any other function.
 
-    Args:
-        loss_fn: The loss function.
-        targets: The target of each micro-batch.
-        rows: The number of rows of each micro-batch.
-        ready_made: As for `find_average`.
-
-    Raises:
-        ValueError: If the loss has an attribute with one entry per row of the mini-batch.
+    `targets` and `rows` have one entry per micro-batch. Raises a ValueError if the loss has an attribute with one
+    entry per row of the mini-batch.
     """
     target, call = targets[0], read_loss(loss_fn, targets[0])
     average = None if call is None else find_average([call], target, rows[0], ready_made=ready_made)

@@ -260,10 +260,10 @@ def _seconds(runs: Sequence[LayerRun], device: torch.device, *, parts: bool) -> 
             seconds[index][part] += _now(device) - start
             return result
 
-    modules = [Submodules([run.layer]) for run in runs]
-    buffers, kept, outputs = [*map(Buffers, modules)], list[SavedBuffers](), deque[Values]()
+    buffers = [Buffers(Submodules([run.layer])) for run in runs]
+    kept, outputs = list[SavedBuffers](), deque[Values]()
     for i, run in enumerate(runs):
-        modules[i].now()
+        buffers[i].modules.now()
         kept.append(timed(i, "recompute", buffers[i].before))
         outputs.append(timed(i, "forward", partial(run.forward, run.inputs()[0])))
         timed(i, "recompute", partial(buffers[i].after, kept[i]))

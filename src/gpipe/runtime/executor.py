@@ -35,7 +35,6 @@ UNSEEN_BY_THREADS = (
     "{modes} is active in the calling thread, but has no effect in rank threads. Leave the mode, or use "
     "driver='lockstep', which runs in the calling thread. [mode-not-in-threads]"
 )
-_VALUE, _DEVICE = attrgetter("value"), attrgetter("device")
 INTERRUPTED = (
     "The mini-batch was interrupted, and .grad may hold partial sums. Call zero_grad() before the next step."
 )
@@ -135,8 +134,8 @@ def _run_table(run: Run, table: CompiledTable) -> None:
     in_threads = stages.threaded and not (is_backward and stages.queues)
     if run.trains:
         stages.threads.check_interrupted(stages.layers)
-    inputs = run.output_gradients if is_backward else map(_VALUE, run.inputs)
-    devices = set(map(_DEVICE, tensors_in([*run.targets, *inputs])))
+    inputs = run.output_gradients if is_backward else map(attrgetter("value"), run.inputs)
+    devices = set(map(attrgetter("device"), tensors_in([*run.targets, *inputs])))
     for stage in () if is_backward else stages.local:
         stage.begin()
     for rank in run.ranks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from gpipe.schedule.action import Kind
@@ -60,31 +61,27 @@ class Feature:
 
 
 class Hooks:
-    """Calls the hooks that features override. Later features wrap earlier features."""
+    """Functions that call each hook of all features that override it. Later features wrap earlier features."""
 
     def __init__(self, features: Sequence[Feature] = ()) -> None:
         outermost = features[::-1]
-        self._around_pass = _overridden(outermost, "around_pass")
-        self._around_layers = _overridden(outermost, "around_layers")
-        self._complete, self._note_error = _overridden(features, "complete"), _overridden(features, "note_error")
-
-    def around_pass(self, *args: Any) -> AbstractContextManager[object]:
-        return _enter_all(self._around_pass, args) if self._around_pass else _NOTHING
-
-    def around_layers(self, *args: Any) -> AbstractContextManager[object]:
-        return _enter_all(self._around_layers, args) if self._around_layers else _NOTHING
-
-    def complete(self, run: Run) -> None:
-        for hook in self._complete:
-            hook(run)
-
-    def note_error(self, *args: Any) -> None:
-        for hook in self._note_error:
-            hook(*args)
+        self.around_pass = partial(_around, _overridden(outermost, "around_pass"))
+        self.around_layers = partial(_around, _overridden(outermost, "around_layers"))
+        self.complete = partial(_call_all, _overridden(features, "complete"))
+        self.note_error = partial(_call_all, _overridden(features, "note_error"))
 
 
 def _overridden(features: Sequence[Feature], hook: str) -> list[Callable[..., Any]]:
     return [getattr(f, hook) for f in features if getattr(type(f), hook) is not getattr(Feature, hook)]
+
+
+def _call_all(hooks: Sequence[Callable[..., object]], *args: Any) -> None:
+    for hook in hooks:
+        hook(*args)
+
+
+def _around(hooks: Sequence[Callable[..., Any]], *args: Any) -> AbstractContextManager[object]:
+    return _enter_all(hooks, args) if hooks else _NOTHING
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from traceback import walk_tb
 from typing import Any, NamedTuple, TypeAlias
 
@@ -49,7 +49,7 @@ SPARSE_AT_BOUNDARY = (
 )
 
 
-_NODE = itemgetter(0)  # of an edge of the graph
+_GRAD_FN, _NODE = attrgetter("grad_fn"), itemgetter(0)  # the node of a tensor, and of an edge of the graph
 
 
 @dataclass(slots=True)
@@ -294,7 +294,7 @@ def leaves_of(roots: Iterable[Tensor], until: Collection[Node] = ()) -> list[Ten
     """
     seen: set[Node | None] = {None, *until}
     leaves: list[Tensor] = []
-    nodes: list[Any] = [root.grad_fn for root in roots]
+    nodes: list[Any] = [*map(_GRAD_FN, roots)]
     for node in nodes:  # The list grows during the loop.
         if node in seen:
             continue

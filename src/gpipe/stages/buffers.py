@@ -36,6 +36,7 @@ SMALL = 2**20
 """Maximum size in bytes of buffers that are copied for every forward, whether they changed or not."""
 
 
+_NO_SLOTS: list[Slot] = []
 _CHILDREN_OF, _BUFFERS_OF, _VALUES = attrgetter("_modules"), attrgetter("_buffers"), methodcaller("values")
 
 
@@ -56,24 +57,28 @@ class Submodules:
         return self._modules
 
 
+class SavedBuffer(NamedTuple):
+    """A buffer, its version, and a copy. The copy is None for a buffer without values."""
+
+    tensor: Tensor | None
+    version: int
+    copy: Tensor | None
+
+
 class SavedBuffers(NamedTuple):
     """The buffers of a stage before a forward.
 
     Attributes:
         parts: The modules that existed before the forward.
         slots: The module and the name of each buffer.
-        tensors: The buffer in each slot.
-        versions: The version of each buffer.
-        copies: A copy of each buffer.
+        saved: The buffer in each slot.
         changed: The slots whose buffers the forward changed. A recomputation changes these buffers too, so it must
             use copies even if a buffer has its earlier values again.
     """
 
     parts: list[nn.Module]
     slots: list[Slot]
-    tensors: list[Tensor | None]
-    versions: list[int]
-    copies: list[Tensor | None]
+    saved: list[SavedBuffer]
     changed: set[Slot]
 
 
@@ -81,10 +86,10 @@ class Buffers:
     """Saves and restores the buffers of a stage's layers."""
 
     def __init__(self, modules: Submodules) -> None:
-        self._modules = modules
+        self.modules = modules
         self._names: tuple[Sequence[object], ...] = ()  # The modules, the number of buffers of each, and their names.
         self._slots: list[Slot] = []
-        self._copies: dict[Slot, tuple[Tensor, int, Tensor]] = {}  # The buffer, its version, and the copy.
+        self._copies: dict[Slot, SavedBuffer] = {}
         self._changing: set[Slot] = set()  # Small buffers that a forward of this step has changed.
 
     def forget(self) -> None:
@@ -93,8 +98,10 @@ class Buffers:
 
     def _now(self) -> tuple[list[Slot], list[Tensor | None]]:
         """Returns the slots of all buffers, and the buffers. Unchanged slots are returned as the same list object."""
-        self._parts = parts = self._modules.now()
+        self._parts = parts = self.modules.now()
         buffers = [*map(_BUFFERS_OF, parts)]
+        if not any(buffers):  # Most stages have no buffers.
+            return _NO_SLOTS, []
         names = parts, [*map(len, buffers)], [*chain.from_iterable(buffers)]
         if names != self._names:
             self._names = names
@@ -104,19 +111,15 @@ class Buffers:
     def before(self) -> SavedBuffers:
         """Saves the buffers before a forward."""
         slots, tensors = self._now()
-        copies = [*map(self._copy, slots, tensors)]
-        saved = [0 if copy is None else version(tensor) for tensor, copy in zip(tensors, copies, strict=True)]
-        return SavedBuffers(self._parts, slots, tensors, saved, copies, set())
+        return SavedBuffers(self._parts, slots, [*map(self._save, slots, tensors)], set())
 
-    def _copy(self, slot: Slot, tensor: Tensor | None) -> Tensor | None:
+    def _save(self, slot: Slot, tensor: Tensor | None) -> SavedBuffer:
         if tensor is None or is_lazy(tensor):
-            return None
-        if slot in self._changing:
-            return copy_of(tensor.detach())
-        saved = self._copies.get(slot)
-        if saved is None or saved[0] is not tensor or saved[1] != version(tensor):
-            saved = self._copies[slot] = tensor, version(tensor), copy_of(tensor.detach())
-        return saved[2]
+            return SavedBuffer(tensor, 0, None)
+        saved = None if slot in self._changing else self._copies.get(slot)
+        if saved is None or saved.tensor is not tensor or saved.version != version(tensor):
+            saved = self._copies[slot] = SavedBuffer(tensor, version(tensor), copy_of(tensor.detach()))
+        return saved
 
     def after(self, before: SavedBuffers) -> None:
         """Records in `before` the slots whose buffers a forward has changed or created.
@@ -131,9 +134,9 @@ class Buffers:
             new = [slot for slot in changed if slot not in self._changing]
             _reject_views(before, new)
             self._changing.update(slot for slot in new if _is_small(slot[0]._buffers.get(slot[1])))
-        for index, (tensor, copy) in enumerate(zip(before.tensors, before.copies, strict=True)):
+        for index, (tensor, _, copy) in enumerate(before.saved):
             if copy is None and tensor is not None and not is_lazy(tensor):
-                before.versions[index], before.copies[index] = -1, copy_of(tensor.detach())
+                before.saved[index] = SavedBuffer(tensor, -1, copy_of(tensor.detach()))
 
     @contextmanager
     def as_before(self, before: SavedBuffers) -> Iterator[None]:
@@ -145,13 +148,15 @@ class Buffers:
             return
         _reject_views(before, [slot for slot in changed if slot not in before.changed])
         current = dict(zip(slots, tensors, strict=True))
-        restored = dict(zip(before.slots, before.tensors, strict=True))
-        saved = dict(zip(before.slots, before.copies, strict=True))
+        saved = dict(zip(before.slots, before.saved, strict=True))
+        restored: dict[Slot, Tensor | None] = {}
         copies: dict[int, Tensor] = {}  # By the id of the buffer, so that one in several slots stays one tensor.
         for slot in changed:
-            if slot not in restored and slot[0] not in before.parts:  # The forward created the module.
-                restored[slot] = saved[slot] = current[slot]
-            if (tensor := restored.get(slot)) is not None and (copy := saved[slot]) is not None:
+            if slot in saved:
+                restored[slot], _, copy = saved[slot]
+            elif slot[0] not in before.parts:  # The forward created the module.
+                restored[slot] = copy = current[slot]
+            if (tensor := restored.get(slot)) is not None and copy is not None:
                 if id(tensor) not in copies:
                     copies[id(tensor)] = copy_of(copy)
                 restored[slot] = copies[id(tensor)]
@@ -166,15 +171,15 @@ def _reject_views(before: SavedBuffers, changed: Sequence[Slot]) -> None:
     """Raises a RuntimeError if changed buffers share memory, because their copies would not share memory."""
     if not changed:
         return
-    tensors = dict(zip(before.slots, before.tensors, strict=True))
+    saved = dict(zip(before.slots, before.saved, strict=True))
     users: dict[int, set[int]] = {}
-    for tensor, copy in zip(before.tensors, before.copies, strict=True):
+    for tensor, _, copy in before.saved:
         if tensor is not None and copy is not None and (address := storage_address(tensor)):
             users.setdefault(address, set()).add(id(tensor))
     names = [
         f"{type(slot[0]).__name__}.{slot[1]}"
         for slot in changed
-        if (tensor := tensors.get(slot)) is not None
+        if slot in saved and (tensor := saved[slot].tensor) is not None
         if not is_lazy(tensor) and len(users.get(storage_address(tensor), ())) > 1
     ]
     if names:
@@ -209,9 +214,8 @@ def _changed(
     if slots is not before.slots:
         current = dict(zip(slots, now, strict=True))
         changed, now = [*current.keys() - set(before.slots)], [current.get(slot, MISSING) for slot in before.slots]
-    pairs = zip(before.slots, before.tensors, before.versions, before.copies, now, strict=True)
-    for slot, was, saved, copy, tensor in pairs:
-        if slot in known or is_changed(was, saved, copy, tensor):
+    for slot, saved, tensor in zip(before.slots, before.saved, now, strict=True):
+        if slot in known or is_changed(*saved, tensor):
             changed.append(slot)
     return changed
 
