@@ -14,6 +14,7 @@ from gpipe.schedule.simulate import figures
 from tests.docs.pages import PAGES, ROOT, blocks_of
 
 PAGE = (ROOT / "docs" / "reference" / "schedules.md").read_text()
+DRAWINGS = (ROOT / "docs" / "reference" / "schedule-drawings.md").read_text()
 LINES = {
     name: [cell.strip().strip("`") for cell in cells.split("|")]
     for name, cells in re.findall(r'^\| `"(\w+)"`(?: \(default\))? \|(.*)\|$', PAGE, re.MULTILINE)
@@ -22,7 +23,7 @@ LINES = {
 
 def test_every_schedule_has_a_line_and_a_picture() -> None:
     assert list(LINES) == list(SCHEDULES)
-    assert re.findall(r"^```\{schedule\} (\w+)$", PAGE, re.MULTILINE) == list(SCHEDULES)
+    assert re.findall(r"^```\{schedule\} (\w+)$", DRAWINGS, re.MULTILINE) == list(SCHEDULES)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
