@@ -263,7 +263,8 @@ class Stage:
         for layer in self.layers:
             numbers.append(next_node_number())
             set_layer(layer.index)
-            value = self._run_layer(layer, value, call)
+            is_plain = layer.aliased is NO_ALIASES and not (layer.pop or layer.stash)
+            value = layer.module(value) if is_plain else self._run_layer(layer, value, call)
             if watch is not None:
                 watch(layer, value)
         return value
@@ -273,8 +274,6 @@ class Stage:
         return f"stage {self.index} ({first})" if first is last else f"stage {self.index} ({first} to {last})"
 
     def _run_layer(self, layer: Layer, value: Tree, call: StageCall) -> Tree:
-        if layer.aliased is NO_ALIASES and not (layer.pop or layer.stash):  # The common case.
-            return layer.module(value)
         popped = {pop.name: self._pop(pop, call) for pop in layer.pop} if layer.pop else {}
         with layer.aliased:
             result = layer.module(value, **popped)
