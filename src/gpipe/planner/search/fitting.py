@@ -34,16 +34,23 @@ class Misfit:
     limit: float
     place: str = ""  # `HOST`, or "the model" on all devices together
     is_bound: bool = False  # whether `bytes` is a lower bound
+    other: "Misfit | None" = None  # a second place that exceeds its memory less
 
     @property
     def excess(self) -> float:
         """The ratio of needed memory to available memory."""
         return self.bytes / self.limit
 
+    @property
+    def distance(self) -> tuple[bool, float]:
+        """The distance from fitting, to compare misfits. Every lower bound is farther than every simulated number."""
+        return self.is_bound, self.excess * (self.other.excess if self.other else 1)
+
     def __str__(self) -> str:
         held = f"{'at least ' if self.is_bound else ''}{format_bytes(self.bytes)} of {format_bytes(self.limit)}"
         recomputed = "" if self.place == HOST else " with recomputation everywhere"
-        return f"{self.place or f'rank {self.rank}'} needs {held}{recomputed}"
+        other = f", and {self.other}" if self.other else ""
+        return f"{self.place or f'rank {self.rank}'} needs {held}{recomputed}{other}"
 
 
 def largest_misfit(held: Iterable[float], limits: Sequence[float], *, is_bound: bool = False) -> Misfit | None:

@@ -82,7 +82,8 @@ class HostWeightsSearch:
                 break
         if plan.host_bytes > self.choices.host_memory:
             host = Misfit(0, plan.host_bytes, self.choices.host_memory, HOST)
-            misfit = max(host, misfit or host, key=attrgetter("excess"))  # The reason that most prevents this shape.
+            both = sorted(filter(None, (host, misfit)), key=attrgetter("excess"))
+            misfit = replace(both[-1], other=both[0] if len(both) > 1 else None)
         if misfit is None:
             self.plans.append(plan)
         else:

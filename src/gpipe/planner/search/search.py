@@ -210,11 +210,11 @@ class _Search:
 
     def _explain_no_fit(self) -> str:
         if self.misfits:
-            misfit, shape = min(self.misfits, key=lambda each: attrgetter("is_bound", "excess")(each[0]))
+            misfit, shape = min(self.misfits, key=lambda each: each[0].distance)
             hosts = (
                 "" if all(device.host for device in self.devices) else ", Device(host=...) for weights on the host"
             )
-            remedy = "a larger host_memory=" if misfit.place == HOST else f"more micro-batches{hosts}"
+            remedy = "a larger host_memory=" if HOST in str(misfit) else f"more micro-batches{hosts}"
             return (
                 f"No plan fits in memory. The closest is {shape}, in which {misfit}. Use more or larger devices, "
                 f"{remedy}, or smaller layers. [nothing-fits]"

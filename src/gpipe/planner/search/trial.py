@@ -196,7 +196,7 @@ class Trial:
             return False
         misfit = self._surely_too_big(costs) or self.fitting.misfit(costs)
         if misfit is not None:
-            self.misfit = min(misfit, self.misfit or misfit, key=attrgetter("is_bound", "excess"))
+            self.misfit = min(misfit, self.misfit or misfit, key=attrgetter("distance"))
             return False
         if self._is_too_slow(self.fitting.simulator.seconds(costs)):  # even without recomputation
             return False
