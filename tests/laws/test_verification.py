@@ -610,6 +610,19 @@ def test_verify_compares_with_the_whole_reference_loop_and_leaves_the_pipe_as_it
         assert pipe.step_number == 1
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_verify_weights_micro_batches_like_a_step(reduction: str) -> None:
+    """Bug story: verify weighted a function that calls a loss of torch by rows, and reported equal gradients."""
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, reduction=reduction, ignore_index=0)
+
+    targets = torch.tensor([0, 0, 0, 2, 3, 1, 1, 1])
+    with gpipe.GPipe([nn.Linear(4, 4), nn.Linear(4, 4)], 2, 4) as pipe:
+        report = pipe.verify(batch(8)[0], targets, loss_fn, against="model")
+    assert report.equal, str(report)
+
+
 def test_verify_reports_what_differs() -> None:
     with gpipe.GPipe(layers_around(WritesByData), [2, 2], 4, remat="never") as pipe:
         report = pipe.verify(*batch(), squares)

@@ -347,6 +347,16 @@ def call_loss(
     raise TypeError(_invalid_loss(loss))
 
 
+def observe_loss(
+    loss_fn: Callable[..., object], output: Tree, target: Tree, popped: Mapping[str, object]
+) -> tuple[Tensor, object, list[LossCall]]:
+    """Calls the user's loss function like `call_loss`. Also returns the calls of torch's losses inside it."""
+    with (reader := LossReader([])):
+        loss, metrics = call_loss(loss_fn, output, target, popped)
+    calls = zip(reader.calls, reader.results, strict=True)
+    return loss, metrics, [call._replace(is_loss=result is loss) for call, result in calls]
+
+
 def _invalid_loss(loss: object) -> str:
     """Returns the message for a value that is not a scalar loss."""
     if isinstance(loss, Tensor) and loss.numel() != 1:

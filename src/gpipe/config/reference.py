@@ -1,6 +1,6 @@
 """Implements `GPipe.verify`, which replays a step, optionally runs the reference loop, and restores all state."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from torch import Tensor
 from gpipe._torch.modes import intra_op_threads
 from gpipe._torch.modules import AnyBatchNorm, global_hooks
 from gpipe.batch.inputs import split_alike
-from gpipe.batch.losses import call_loss, own_loss, read_average
+from gpipe.batch.losses import find_average, observe_loss, own_loss, read_average
 from gpipe.batch.microbatch import MicroBatches, Reduction, loss_weights
 from gpipe.errors import VerificationError
 from gpipe.features.verification.feature import Verifier
@@ -99,10 +99,12 @@ def verify(
         reset()
         (parts,) = split_alike(pipe.micro_batches, inputs=inputs)[1]
         outputs = pipe(MicroBatches(*_copies(parts)))
-        actual |= {f"the output of micro-batch {m}": _tensors_of(output) for m, output in enumerate(outputs)}
+        actual |= _describe(outputs)
         reset()
         with intra_op_threads(pipe._stages.intra_op_threads):
-            expected = _reference_loop(pipe, _copies(inputs, targets), loss_fn, reduction)
+            expected = _describe(_reference_outputs(pipe, *_copies(parts)))
+            reset()
+            expected |= _reference_loop(pipe, _copies(inputs, targets), loss_fn, reduction)
         expected |= _results(pipe)
     terms = {name: len(losses) * layers for name, layers in _summed_by_layer(pipe).items()}
     gradients = [value for name, value in expected.items() if name.startswith(GRADIENT) and isinstance(value, Tensor)]
@@ -177,8 +179,12 @@ def _sandbox(pipe: "GPipe", loss_fn: object) -> Iterator[Callable[[], None]]:
             parameter.grad = gradient
 
 
-def _tensors_of(output: Tree) -> list[Tensor]:
-    return [tensor.detach() for tensor in tensors_in(output)]
+def _describe(outputs: Iterable[Tree]) -> dict[str, Tree]:
+    """Returns the tensors of the outputs of all micro-batches, by their descriptions in messages."""
+    return {
+        f"the output of micro-batch {m}": [tensor.detach() for tensor in tensors_in(output)]
+        for m, output in enumerate(outputs)
+    }
 
 
 def _copies(*values: Tree) -> Any:
@@ -241,47 +247,57 @@ def _largest(gradient: Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
+def _reference_outputs(pipe: "GPipe", values: Sequence[Tree]) -> Iterator[Tree]:
+    """Runs the forward pass of one micro-batch after the other, as calls of the pipe do: without a KV cache."""
+    if (traced := pipe._settings.traced) is not None:
+        values = traced.begin(values, for_output=True).values
+    for m, value in enumerate(values):
+        yield _forward(pipe, value, m)[0]
+
+
 def _reference_loop(
     pipe: "GPipe", batch: tuple[Tree, Tree], loss_fn: Callable[..., object] | None, reduction: Reduction | None
 ) -> dict[str, Tree]:
     """Runs the forward and backward pass of one micro-batch after the other.
 
     Returns:
-        The losses and outputs, by their descriptions in messages.
+        The losses, by their descriptions in messages.
     """
-    traced, seed, step = pipe._settings.traced, pipe.seed, pipe.step_number
-    is_own, (inputs, targets) = loss_fn is None, batch
-    trees = {"inputs": inputs} if is_own else {"inputs": inputs, "targets": targets}
+    traced, (inputs, targets), ready_made = pipe._settings.traced, batch, isinstance(batch[0], MicroBatches)
+    trees = {"inputs": inputs} if loss_fn is None else {"inputs": inputs, "targets": targets}
     rows, (values, *others) = split_alike(pipe.micro_batches, **trees)
     goals: Sequence[Tree] = others[0] if others else [None] * len(values)
     weights: Sequence[float] = ()
     if traced is not None:
-        begun = traced.begin(values, float if is_own else None)
+        begun = traced.begin(values, float if loss_fn is None else None)
         values, weights = list(begun.values), begun.shares
-    if not is_own:
-        average = read_average(loss_fn, goals, rows, ready_made=isinstance(inputs, MicroBatches))
-        weights = loss_weights(reduction or (average.reduction if average else "mean"), rows, goals)
     expected: dict[str, Tree] = {}
-    for m, (value, goal, weight) in enumerate(zip(values, goals, weights, strict=True)):
-        if traced is None:
-            output, held = _run_layers(pipe, value, m)
-        else:
-            (arguments,), held = arguments_of_each(traced.model, [value]), {}
-            with traced.rng_scope(seed, step, m):
-                output = traced.model(*arguments.args, **arguments.kwargs)
-        expected[f"the output of micro-batch {m}"] = _tensors_of(output)
+    for m, (value, goal) in enumerate(zip(values, goals, strict=True)):
+        output, held = _forward(pipe, value, m)
         popped = {name: held[name].pop(name) for name in getattr(loss_fn, "pop", ())}
-        with rng_scope(seed, step, len(pipe), m):
-            loss = own_loss(output) if loss_fn is None else call_loss(loss_fn, output, goal, popped)[0]
+        with rng_scope(pipe.seed, pipe.step_number, len(pipe), m):
+            if loss_fn is None:
+                loss = own_loss(output)
+            else:
+                loss, _, calls = observe_loss(loss_fn, output, goal, popped)
         expected[f"the loss of micro-batch {m}"] = loss.detach()
-        if weight:
+        if loss_fn is not None and not m:  # As in a step, the first call determines an unknown average.
+            average = read_average(loss_fn, goals, rows, ready_made=ready_made)
+            average = average or find_average(calls, goal, rows[0], ready_made=ready_made)
+            weights = loss_weights(reduction or (average.reduction if average else "mean"), rows, goals)
+        if weights[m]:
             with ThreadState.here().rank_thread():  # Without autocast, as in the backward passes of the pipe.
-                loss.backward(torch.full_like(loss, weight))
+                loss.backward(torch.full_like(loss, weights[m]))
     return expected
 
 
-def _run_layers(pipe: "GPipe", value: Tree, micro_batch: int) -> tuple[Tree, dict[str, Stashed]]:
-    held: dict[str, Stashed] = {}
+def _forward(pipe: "GPipe", value: Tree, micro_batch: int) -> tuple[Tree, dict[str, Stashed]]:
+    """Returns the output of the unsplit model, and the tensors that its layers stashed."""
+    traced, held = pipe._settings.traced, dict[str, Stashed]()
+    if traced is not None:
+        (arguments,) = arguments_of_each(traced.model, [value])
+        with traced.rng_scope(pipe.seed, pipe.step_number, micro_batch):
+            return traced.model(*arguments.args, **arguments.kwargs), held
     for index, layer in enumerate(pipe):
         with rng_scope(pipe.seed, pipe.step_number, index, micro_batch):
             value = run_layer(layer, value, held)

@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from statistics import fmean, stdev
 from typing import Any, Self, TypeAlias
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpipe._torch.trees import tree_flatten, tree_leaves, tree_unflatten
-from gpipe.batch.losses import LossAverage, LossReader, call_loss, find_average, runs_once
+from gpipe.batch.losses import LossAverage, LossCall, call_loss, find_average, observe_loss, runs_once
 from gpipe.runtime.run import Run
 from gpipe.stages.reachable_state import ReachableState
 from gpipe.stages.rng import RankScope
@@ -95,11 +95,10 @@ class LossWatch:
             else:
                 self._kept[m] = copies
                 self._bytes += size
-        reader = LossReader([])
-        with nullcontext() if self._is_of_torch else reader:
-            loss, metrics = call_loss(loss_fn, *arguments)
-        results = zip(reader.calls, reader.results, strict=True)
-        calls = [call._replace(is_loss=result is loss) for call, result in results]
+        if self._is_of_torch:
+            (loss, metrics), calls = call_loss(loss_fn, *arguments), list[LossCall]()
+        else:
+            loss, metrics, calls = observe_loss(loss_fn, *arguments)
         if not self._is_decided:
             self._is_decided = True
             self.average = find_average(calls, arguments[1], run.micro_batch_sizes[m], ready_made=run.ready_made)
