@@ -10,8 +10,8 @@ from gpipe.batch.microbatch import plain
 from gpipe.config import options
 from gpipe.config.agreement import agree_on_plan, find_own_position
 from gpipe.config.arguments import Arguments, Mistakes, Settings
+from gpipe.config.forward_writes import find_scaled_weights, find_shared_norms
 from gpipe.config.make_plan import make_plan
-from gpipe.config.max_norm import find_scaled_weights
 from gpipe.config.resolve import RematOf, first_rows, read_driver, resolve, trace_model
 from gpipe.distributed.elastic import ElasticProcesses
 from gpipe.distributed.folder_rendezvous import FolderRendezvous, variables
@@ -99,7 +99,7 @@ def read(arguments: Arguments, *, builds: bool = True) -> tuple[Settings, Placem
 def build(settings: Settings, plan: Plan, position: Position | None) -> PipelineStages:
     """Groups the layers into stages and moves the stages of this process to their devices."""
     on_host, bounds = plan.resident is not None, plan.partition.bounds
-    mistakes = Mistakes(find_scaled_weights(settings, plan))
+    mistakes = Mistakes([*find_scaled_weights(settings, plan), *find_shared_norms(settings, plan)])
     pp_rank = None if position is None else position.pp_rank
     own = [stage for stage, rank in enumerate(plan.rank_of) if pp_rank in (None, rank)]
     if on_host:
