@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from traceback import walk_tb
 from typing import Any, NamedTuple, TypeAlias
 
@@ -47,9 +47,6 @@ SPARSE_AT_BOUNDARY = (
     "A layer passes a sparse tensor that requires a gradient to another partition. Convert it with t.to_dense(), or "
     "keep both layers in one partition. [sparse-tensor-at-boundary]"
 )
-
-
-_GRAD_FN, _NODE = attrgetter("grad_fn"), itemgetter(0)  # the node of a tensor, and of an edge of the graph
 
 
 @dataclass(slots=True)
@@ -294,7 +291,7 @@ def leaves_of(roots: Iterable[Tensor], until: Collection[Node] = ()) -> list[Ten
     """
     seen: set[Node | None] = {None, *until}
     leaves: list[Tensor] = []
-    nodes: list[Any] = [*map(_GRAD_FN, roots)]
+    nodes: list[Any] = [*map(attrgetter("grad_fn"), roots)]
     for node in nodes:  # The list grows during the loop.
         if node in seen:
             continue
@@ -302,7 +299,8 @@ def leaves_of(roots: Iterable[Tensor], until: Collection[Node] = ()) -> list[Ten
         if type(node) is LEAF_NODE:
             leaves.append(node.variable)
         else:
-            nodes += map(_NODE, node.next_functions)
+            for next_node, _ in node.next_functions:  # Faster than `map`: most nodes have one or two.
+                nodes.append(next_node)
     return leaves
 
 
