@@ -116,12 +116,14 @@ class HostWeightsSearch:
 def least_bytes(plan: Plan) -> list[int]:
     """Returns a lower bound on the bytes of each rank.
 
-    A backward needs the weights, gradients, input and activations of its stage. At the first backward of a stage, its
-    rank also has the inputs of all micro-batches at its earlier stages, unless these are offloaded.
+    A backward needs the weights, gradients, input and activations of its stage. Gradients of the rank's next stage
+    exist until the weights of this stage are freed. At the first backward of a stage, its rank also has the inputs of
+    all micro-batches at its earlier stages, unless these are offloaded.
     """
-    least, inputs = [0] * plan.partitions, [0] * plan.partitions
+    least, inputs, before = ([0] * plan.partitions for _ in range(3))
     for stage, (rank, cost, remat) in enumerate(zip(plan.rank_of, plan.costs, plan.remat, strict=True)):
-        held = cost.loaded + cost.gradients + cost.boundary + cost.activations + cost.working
-        least[rank] = max(least[rank], inputs[rank] + held)
+        following = before[rank] + cost.gradients  # in the backward of the preceding stage of the rank
+        before[rank] = inputs[rank] + cost.loaded + cost.gradients + cost.boundary + cost.activations + cost.working
+        least[rank] = max(least[rank], before[rank], following)
         inputs[rank] += plan.micro_batches * cost.boundary if remat == "always" or stage == 0 else 0
     return least
