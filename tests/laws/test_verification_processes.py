@@ -65,6 +65,29 @@ def writes(rank: int, world: int) -> Any:
     return outcomes(pipe)
 
 
+class Averages(nn.Module):
+    """Subtracts a moving average, which it keeps in a buffer."""
+
+    def __init__(self, *, replaces: bool) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.average: Tensor
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        new = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        self.average = new if self.replaces else self.average.copy_(new)
+        return x - new
+
+
+def averages_twice(rank: int, world: int, partitions: list[int], replaces: bool) -> Any:
+    shared = Averages(replaces=replaces)
+    layers = [shared, nn.Linear(4, 4), shared, nn.Linear(4, 4)]
+    for parameter in layers[1].parameters(), layers[3].parameters():
+        torch.nn.utils.vector_to_parameters(torch.arange(20.0) / 20, parameter)
+    return outcomes(gpipe.GPipe(layers, partitions, M, driver="process"))
+
+
 def dies(rank: int, world: int) -> None:
     pipe = gpipe.GPipe(network(Dies()), [3, 2], M, driver="process", remat="never")
     pipe.step(torch.randn(8, 4), torch.randn(8, 4), F.mse_loss)
@@ -84,6 +107,15 @@ def test_what_one_process_finds_all_raise(pool: WorkerPool) -> None:
     assert last[0].startswith("VerificationError: stage 1")
     assert first[0].startswith("RemoteError")
     assert "VerificationError" in first[0]
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_buffer_that_two_processes_change_is_found(replaces: bool, pool: WorkerPool) -> None:
+    """Bug story: each process updated its own copy, and the step returned a wrong loss."""
+    for found in answers(pool.run(averages_twice, [2, 2], replaces, world=2)):
+        assert "[buffer-in-several-processes]" in found[0]
+    for found in answers(pool.run(averages_twice, [3, 1], replaces, world=2)):
+        assert all(isinstance(loss, float) for loss in found)
 
 
 def test_a_rank_that_is_lost_in_a_replay_is_missed() -> None:

@@ -71,6 +71,10 @@ OTHER_STATE = (
     "{stage}: {quantity} differs if the other stages do not run, because this stage reads state that "
     "other stages write. Return this state as part of the output of the layer. [state-of-different-stage]"
 )
+IN_OTHER_PROCESSES = (
+    "{stage}: the step changes {places}. A stage of a different process has its own copy of this buffer, which does "
+    "not change. Give each layer its own module, or put the layers into one stage. [buffer-in-several-processes]"
+)
 HOW_TO_ACCEPT = "Set pipe.verify_steps = False to train without this check."
 
 # Findings.
@@ -118,6 +122,7 @@ class Comparison:
 
     def _compare(self, *, in_threads: bool) -> str:
         self._raise_if_leaves_are_shared()
+        self._raise_if_other_processes_have_buffers()
         shared = self.ended.several_reach_changes(self.evidence.began)
         try:
             replay = self.replays.stages_alone(in_threads=in_threads and not shared)
@@ -208,6 +213,19 @@ class Comparison:
                 users_only = [stage for stage in stages if key not in parameters_of(self.run, self._stage(stage))]
                 user = self._stage((users_only or stages)[-1])
                 raise self._error(USES_FOREIGN_WEIGHTS.format(stage=user, name=name))
+
+    def _raise_if_other_processes_have_buffers(self) -> None:
+        """Raises an error if the step changes a buffer of a module that a stage of a different process uses too."""
+        local = self.run.stages.local
+        elsewhere = {module for stage in self.run.stages.all if stage not in local for module in stage.modules}
+        for stage in local:
+            shared = [module for module in stage.modules if module in elsewhere]
+            holders = {id(holder) for module in shared for holder in (module._buffers, *module._buffers.values())}
+            ended, began = self.ended.states[stage.index], self.evidence.began.states[stage.index]
+            changes = ended.changed_since(began) if shared else []
+            others = ended.changed_since(began, except_for=holders) if changes else []
+            if places := [place for place in changes if place not in others]:
+                raise self._error(IN_OTHER_PROCESSES.format(stage=stage, places=in_words(places)))
 
     def _raise_if_written(self, replay: StepRecord) -> None:
         """Raises an error if a stage writes tensors that other stages hold."""
