@@ -84,8 +84,10 @@ def asks_for_layout(function: Callable[..., Any]) -> bool:
     >>> asks_for_layout(Tensor.size), asks_for_layout(Tensor.shape.__get__), asks_for_layout(Tensor.mT.__get__)
     (True, True, False)
     """
-    name, owner = getattr(function, "__name__", ""), getattr(function, "__self__", None)
-    return name in LAYOUT or (name == "__get__" and getattr(owner, "__name__", "") not in TENSORS_OF)
+    name = getattr(function, "__name__", "")
+    if name != "__get__":
+        return name in LAYOUT
+    return getattr(getattr(function, "__self__", None), "__name__", "") not in TENSORS_OF
 
 
 class Placeholder(Tensor):
@@ -371,7 +373,7 @@ class StageInterpreter(Interpreter):
                 differs = differs or self.value_id_of(leaf) != op.repeated[place]
             elif isinstance(leaf, Tensor):
                 value_id = ValueId(index, place)
-                self.name_as(leaf, value_id)
+                self._value_ids[id(leaf)] = weakref.ref(leaf), value_id
                 if value_id in self._wanted:
                     self.produced[value_id] = leaf
         if differs:
