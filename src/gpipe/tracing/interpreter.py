@@ -25,16 +25,7 @@ from gpipe.stages.tree import hides_tensors
 from gpipe.tracing.meta_model import DryRun
 from gpipe.tracing.parts import ModelPart
 from gpipe.tracing.shallow_copy import ShallowCopy
-from gpipe.tracing.trace import (
-    PLAIN,
-    CannotSplitError,
-    Collected,
-    OpCall,
-    Trace,
-    ValueId,
-    open_lists,
-    take_apart,
-)
+from gpipe.tracing.trace import CannotSplitError, Collected, OpCall, Trace, ValueId, open_lists, take_apart
 
 LAYOUT = frozenset({
     "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
@@ -110,10 +101,6 @@ class Placeholder(Tensor):
         return f"Placeholder({tuple(self.shape)}, {self.dtype})"
 
 
-SHARED = PLAIN | {Placeholder}
-"""The types of leaves in `SkippedOps`."""
-
-
 class OpaquePlaceholder:
     """Stands for a value that cannot cross stage boundaries. Reading its attributes raises an error."""
 
@@ -147,23 +134,21 @@ ValueIds: TypeAlias = dict[int, tuple[weakref.ref[Tensor], ValueId]]
 
 
 class SkippedOps(NamedTuple):
-    """Placeholders that all runs of a stage on one log use, in the results of operations of earlier stages.
+    """Results of operations of earlier stages that all runs of a stage on one log share.
 
     Attributes:
         results: The results that consist of placeholders and plain values only, by the index of the operation.
-        placeholders: The placeholders in these results.
-        value_ids: Their value ids.
+        value_ids: The placeholders in these results, with their value ids.
     """
 
     results: dict[int, Any]
-    placeholders: list[Placeholder]
     value_ids: ValueIds
 
     def clear_if_changed(self) -> None:
         """Forgets all results if a run has stored an attribute on a placeholder, or changed its `requires_grad`."""
-        if any(map(vars, self.placeholders)):
-            for kept in self:
-                kept.clear()
+        if any(vars(placeholder()) for placeholder, _ in self.value_ids.values()):
+            self.results.clear()
+            self.value_ids.clear()
 
 
 class Interpreter(TorchFunctionMode):
@@ -286,7 +271,7 @@ class StageInterpreter(Interpreter):
         skipped: SkippedOps | None = None,
     ) -> None:
         super().__init__(shallow_copy, dry)
-        self._skipped = SkippedOps({}, [], {}) if skipped is None else skipped
+        self._skipped = SkippedOps({}, {}) if skipped is None else skipped
         self._skipped.clear_if_changed()
         self._value_ids = {**self._skipped.value_ids}
         self.trace, self.log, self.device = trace, log, device
@@ -397,11 +382,11 @@ class StageInterpreter(Interpreter):
             leaves[place] = leaves[leaf] if maker == index else self._receive(*known)
         result = op.returns.filled(leaves) if len(leaves) == op.returns.spec.num_leaves else tuple(leaves)
         crosses = any(value_id.op == index for value_id in self._values)
-        if op.returns.is_immutable and not (crosses or op.repeated) and SHARED.issuperset(map(type, leaves)):
+        others = {*map(type, leaves)}.difference((Placeholder, *SENT_BY_VALUE))
+        if op.returns.is_immutable and not (crosses or op.repeated or others):
             self._skipped.results[index] = result
-            placeholders = [leaf for leaf in leaves if type(leaf) is Placeholder]
-            self._skipped.placeholders.extend(placeholders)
-            self._skipped.value_ids.update({id(leaf): self._value_ids[id(leaf)] for leaf in placeholders})
+            tensors = (id(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+            self._skipped.value_ids.update((key, self._value_ids[key]) for key in tensors)
         return result
 
     def _execute_in_layer(self, call: OpCall) -> Any:

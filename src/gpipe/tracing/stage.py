@@ -140,7 +140,7 @@ class TracedStage(Stage):
         before, wanted = parse_log(value["log"]), frozenset((*crossings.leaves, *crossings.departs.values()))
         if len(self._skipped) > MAX_LOGS:
             self._skipped.clear()
-        skipped = self._skipped.setdefault((number, value["log"], self.device), SkippedOps({}, [], {}))
+        skipped = self._skipped.setdefault((number, value["log"], self.device), SkippedOps({}, {}))
         interpreter = self.interpreter(trace, values, [*before], wanted, call.rng_key, call.progress, skipped)
         inputs, slice_info = value["inputs"], {}
         if call.keys is not None:
