@@ -146,9 +146,11 @@ class SkippedOps(NamedTuple):
 
     def clear_if_changed(self) -> None:
         """Forgets all results if a run has stored an attribute on a placeholder, or changed its `requires_grad`."""
-        if any(vars(placeholder()) for placeholder, _ in self.value_ids.values()):
-            self.results.clear()
-            self.value_ids.clear()
+        for placeholder, _ in self.value_ids.values():
+            if vars(placeholder()):
+                self.results.clear()
+                self.value_ids.clear()
+                break
 
 
 class Interpreter(TorchFunctionMode):
