@@ -68,7 +68,7 @@ def test_what_cannot_be_ends_with_status_2_and_what_to_do(capsys: pytest.Capture
         ("transformer_lm --size heads=0", "--size: heads=0 is out of range"),
         ("mine:", "MODEL: mine: lacks a module or function"),
         (":net", "MODEL: :net lacks a module or function"),
-        ("nosuch:f", "No module named 'nosuch'"),
+        ("nosuch:f", "MODEL: nosuch:f: No module named 'nosuch'. Pass MODULE:FUNCTION"),
         ("math:tau --size b=1", "--size: cannot be combined with math:tau"),
         ("unet -k 9", "partitions=9 exceeds the number of devices. Use 1 to 4."),
         ("unet --devices", "--devices: got no device"),

@@ -166,7 +166,12 @@ def _shapes(sample: Any) -> Iterator[str]:
 def _call_user_function(path: str) -> tuple[Any, Any]:
     module, _, name = path.partition(":")
     sys.path.insert(0, str(Path.cwd()))  # `gpipe` is a script, so Python does not search the current folder.
-    function = getattr(importlib.import_module(module), name, None)
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # The module imports something that is missing.
+        raise ValueError(f"MODEL: {path}: {error}. Pass MODULE:FUNCTION that Python can import.") from error
     if not callable(function):
         raise ValueError(f"MODEL: {path} is not a function. Pass MODULE:FUNCTION that Python can import.")
     try:
