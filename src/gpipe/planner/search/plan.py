@@ -384,7 +384,8 @@ class Plan:
 
 def _read_device(stored: Sequence[Any]) -> Device:
     values: Iterator[Any] = (inf if value is None else value for value in stored)
-    return Device(*values)
+    memory, flops, link, *others = values
+    return Device(memory, flops, link, *others)
 
 
 def _encode(value: Any) -> Any:
