@@ -17,7 +17,7 @@ from hypothesis import settings
 FILE = Path(__file__).parents[1] / "durations.json"
 NOTED_SECONDS = 0.05  # The file leaves out tests whose cases are faster.
 TEST_SECONDS = 0.2  # `make test` runs as many cases of a test as take so long together, and at least one.
-CASE_SECONDS = 2.5  # `make test` leaves out longer cases, unless all tests of their module are as long.
+CASE_SECONDS = 3.0  # `make test` leaves out longer cases, unless all tests of their module are as long.
 LONGEST_SECONDS = 20.0  # `make test` never runs a longer case.
 LEAST_EXAMPLES = 4  # of a Hypothesis test
 DRAWN = "drawn"  # the property with the share of examples that a Hypothesis test draws
