@@ -466,6 +466,24 @@ def test_a_call_whose_forward_adds_to_gradients_is_rejected_before_its_backward(
         pipe(torch.ones(8, 4))
 
 
+def test_gradients_of_a_forward_in_another_order_are_rejected_even_if_their_sums_are_equal() -> None:
+    with torch.random.fork_rng():
+        layers = layers_around(partial(CallsBackward, 4, 4))
+    for layer in layers:
+        for parameter in layer.parameters():
+            parameter.data.fill_(0.25)  # All sums are exact in every order.
+    exact: list[nn.Module] = [layer for layer in layers if not isinstance(layer, nn.Tanh)]
+    x = torch.ones(8, 4)
+    with gpipe.GPipe(exact, [1, 2], 1, remat="never") as pipe:  # the order of the reference loop
+        pipe.step(x, x, squares)
+    with gpipe.GPipe(exact, [1, 2], 4, remat="never") as pipe:
+        pipe.zero_grad()
+        with pytest.raises(
+            gpipe.VerificationError, match=r"the order of gradients in a sum.*\[backward-in-forward\]"
+        ):
+            pipe.step(x, x, squares)
+
+
 def test_no_step_is_verified_if_verify_steps_is_false() -> None:
     pipe = gpipe.GPipe(layers_around(partial(CallsBackward, 4, 4)), 2, 4, remat="never")
     assert pipe.verify_steps

@@ -127,6 +127,7 @@ class Comparison:
         try:
             replay = self.replays.stages_alone(in_threads=in_threads and not shared)
             self._raise_if_written(replay)
+            self._raise_if_sums_are_reordered(replay)
             alone = self._differences(replay)
         except (*OUT_OF_MEMORY, VerificationError):
             raise
@@ -236,6 +237,17 @@ class Comparison:
                     raise self._error(WRITES_RETURNED.format(stage=stage, quantity=quantity))
                 layer = self._writer(index) or "one of its layers"
                 raise self._error(WRITES_INPUT.format(stage=stage, layer=layer, micro_batch=quantity.micro_batch))
+
+    def _raise_if_sums_are_reordered(self, replay: StepRecord) -> None:
+        """Raises an error if a forward adds gradients in a different order than the reference loop.
+
+        The sums of this step can be equal by chance, and the sums of later steps different.
+        """
+        for index, record in replay.stages.items():
+            order = self.replays.reference_order([index]) if record.calls_backward else []
+            if order != [task for task in self.record.order if task in order]:
+                text = CALLS_BACKWARD.format(stage=self._stage(index), quantity="the order of gradients in a sum")
+                raise self._error(text)
 
     def _writer(self, stage: int) -> str | None:
         """Returns the layer that writes the input of its stage, or None if no single layer writes it."""
