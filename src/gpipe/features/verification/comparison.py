@@ -14,7 +14,7 @@ replays, the state after the step is restored.
 Processes do not communicate in replays.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -127,8 +127,8 @@ class Comparison:
         try:
             replay = self.replays.stages_alone(in_threads=in_threads and not shared)
             self._raise_if_written(replay)
-            self._raise_if_sums_are_reordered(replay)
             alone = self._differences(replay)
+            self._raise_if_sums_are_reordered(() if alone else replay.stages.items())
         except (*OUT_OF_MEMORY, VerificationError):
             raise
         except Exception as error:  # A replay of all stages in order may not raise it.
@@ -238,12 +238,12 @@ class Comparison:
                 layer = self._writer(index) or "one of its layers"
                 raise self._error(WRITES_INPUT.format(stage=stage, layer=layer, micro_batch=quantity.micro_batch))
 
-    def _raise_if_sums_are_reordered(self, replay: StepRecord) -> None:
+    def _raise_if_sums_are_reordered(self, replayed: Iterable[tuple[int, StageRecord]]) -> None:
         """Raises an error if a forward adds gradients in a different order than the reference loop.
 
         The sums of this step can be equal by chance, and the sums of later steps different.
         """
-        for index, record in replay.stages.items():
+        for index, record in replayed:
             order = self.replays.reference_order([index]) if record.calls_backward else []
             if order != [task for task in self.record.order if task in order]:
                 text = CALLS_BACKWARD.format(stage=self._stage(index), quantity="the order of gradients in a sum")
