@@ -24,7 +24,7 @@ from gpipe.stages.tree import tensors_in
 Accumulate: TypeAlias = Callable[[Sequence[Tensor], Gradients], Iterable[Tensor]]
 """Runs autograd from the roots of a stage with their gradients. Returns the gradients that it keeps for later."""
 
-_NONE = frozenset({None})
+_ONLY_NONE = frozenset({None})
 
 
 def receive(run: Run, rank: Rank, task: CompiledAction) -> ReadyEvent:
@@ -141,8 +141,7 @@ def run_layers(run: Run, rank: Rank, state: MicroBatchState) -> StageOutput:
             tensors = tensors_in(entry.value)
             if not output.changed.isdisjoint(id(tensors[index]) for index in boundary.sharing):
                 raise RuntimeError(SHARED_IN_PLACE.format(stage=stage))
-    if not _NONE.issuperset(chain.from_iterable(state.gradients)):  # A backward pass would overwrite gradients.
-        raise RuntimeError(BACKWARD_INSIDE.format(source="a layer", stage=stage))
+    _reject_gradients(state, "a layer")
     return output
 
 
@@ -166,8 +165,7 @@ def roots_of(run: Run, rank: Rank, state: MicroBatchState, output: StageOutput) 
     rank.scope.begin_forward(len(run.stages.layers), run.first + m)
     with run.thread_state.around_layers():
         loss, metrics = run.call_loss(run, m, output.values[0], target, output.for_loss)
-    if not _NONE.issuperset(chain.from_iterable(state.gradients)):
-        raise RuntimeError(BACKWARD_INSIDE.format(source="loss_fn", stage=state.stage_run.stage))
+    _reject_gradients(state, "loss_fn")
     if run.trains and run.loss_gradients[m] is not None and not loss.requires_grad:
         raise ValueError(NO_GRADIENT)
     if metrics is not NO_METRICS:
@@ -185,3 +183,9 @@ def _last_gradients(run: Run, rank: Rank, state: MicroBatchState) -> Gradients:
     gradient = run.loss_gradients[state.micro_batch]
     # Each micro-batch needs a new tensor, because the `.grad` of a leaf may become a view of it.
     return [None if gradient is None else torch.full_like(state.roots[0], gradient)]
+
+
+def _reject_gradients(state: MicroBatchState, source: str) -> None:
+    """Raises an error if the inputs already have gradients, because a backward pass would overwrite them."""
+    if not _ONLY_NONE.issuperset(chain.from_iterable(state.gradients)):
+        raise RuntimeError(BACKWARD_INSIDE.format(source=source, stage=state.stage_run.stage))
