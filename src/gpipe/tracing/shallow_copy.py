@@ -10,8 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, wraps
-from operator import attrgetter
+from functools import wraps
 from types import MethodType
 from typing import Any, TypeAlias
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from gpipe._torch.modules import hooks_of, is_called_by_forward
 from gpipe.stages.memory_layout import version
+from gpipe.tracing.fast_config import fast_config
 from gpipe.tracing.parts import Parts
 from gpipe.tracing.trace import CannotSplitError
 
@@ -99,42 +99,6 @@ def own_hooks(module: nn.Module) -> list[object]:
     return [hook for hook in hooks_of(module) if getattr(hook, "__module__", "") != COLLECTING]
 
 
-READERS_OF_CONFIGS = {
-    "builtins", "transformers.configuration_utils", "transformers.integrations.heterogeneity.configuration_utils"
-}  # fmt: skip
-"""The modules of the classes whose `__getattribute__` runs when an attribute of a configuration is read."""
-
-
-@cache
-def _read_fast(kind: Any) -> Any:
-    """Returns a subclass of a configuration class of transformers whose attributes are read without Python code.
-
-    transformers renames attributes by `attribute_map`, here done by properties, and rejects attributes that differ
-    between the blocks of a heterogeneous model. Returns None for other classes.
-    """
-    if {owner.__module__ for owner in kind.__mro__ if "__getattribute__" in vars(owner)} != READERS_OF_CONFIGS:
-        return None
-    own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__init__", "__eq__", "__hash__")}
-    own |= {name: property(attrgetter(target)) for name, target in kind.attribute_map.items()}
-    own |= {"__getattribute__": object.__getattribute__, "__class__": property(lambda _: kind)}
-    return None if {*kind.attribute_map} & {*kind.attribute_map.values()} else type(kind)(kind.__name__, (kind,), own)
-
-
-def config_read_fast(value: Any) -> Any:
-    """Returns an object with the same `__dict__` that is read faster, for a configuration of transformers.
-
-    A forward reads hundreds of attributes, for example to create a cache, and each stage repeats these reads. Returns
-    other values unchanged.
-    """
-    kind: Any = type(value)
-    fast = None if kind.__getattribute__ is object.__getattribute__ else _read_fast(kind)
-    if fast is None or not {"attribute_map", "_heterogeneity_spec"}.isdisjoint(vars(value)):
-        return value
-    config = object.__new__(fast)
-    object.__setattr__(config, "__dict__", vars(value))
-    return config
-
-
 class ShallowCopy:
     """A copy of a model for an interpreter.
 
@@ -191,7 +155,7 @@ class ShallowCopy:
                 if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
                     attributes[key] = self._method_of_copy(value)
                 else:
-                    attributes[key] = config_read_fast(value)
+                    attributes[key] = fast_config(value)
             if name in self.parts.opened:
                 if attributes.get("forward") is not None and attributes["forward"] is vars(module)["forward"]:
                     raise CannotSplitError(REPLACED_FORWARD.format(name=label))

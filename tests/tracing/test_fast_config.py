@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gpipe
-from gpipe.tracing.shallow_copy import config_read_fast
+from gpipe.tracing.fast_config import fast_config
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -25,7 +25,7 @@ def read(config: object, name: str) -> object:
 @pytest.mark.parametrize("name", KINDS)
 def test_every_attribute_is_the_same(name: str) -> None:
     config = getattr(transformers, name)()
-    fast: Any = config_read_fast(config)
+    fast: Any = fast_config(config)
     reads: Any = type(fast).__getattribute__
     assert reads is object.__getattribute__, "The configuration is not read faster."
     names = {*dir(config), *vars(config), *config.attribute_map, "missing"} - {"per_layer_config"}  # a new object
@@ -42,7 +42,7 @@ def test_every_attribute_is_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_writes_reach_the_configuration(name: str) -> None:
     config = getattr(transformers, name)()
-    fast: Any = config_read_fast(config)
+    fast: Any = fast_config(config)
     for attribute, target in config.attribute_map.items():
         setattr(fast, attribute, 7)
         assert getattr(config, target) == getattr(fast, attribute) == 7
@@ -61,7 +61,7 @@ def test_other_objects_are_not_replaced() -> None:
     renamed = transformers.LlamaConfig()
     vars(renamed)["attribute_map"] = {"width": "hidden_size"}
     for value in (own(), chained(), mixed, renamed, transformers.LlamaConfig, torch.nn.Linear(2, 2), torch, len, 3):
-        assert config_read_fast(value) is value
+        assert fast_config(value) is value
 
 
 def test_each_step_follows_the_configuration() -> None:
