@@ -29,7 +29,7 @@ from gpipe.stages.thread_state import ThreadState
 from gpipe.tracing.runs import ForwardArguments
 
 MODEL_NOT_CALLED = (
-    "{kind}.generate calls parts of the model instead of the model. Create the pipe from the part that it calls, or "
+    "The generate method of {kind} calls only parts of the model. Create the pipe from the part that it calls, or "
     "call {kind}.generate without a pipe. [generate-skips-model]"
 )
 STATEFUL_SETTINGS = ("logits_processor", "stopping_criteria")

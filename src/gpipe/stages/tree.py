@@ -48,8 +48,8 @@ MAX_OBJECTS = 100_000
 """Maximum number of objects that a search visits."""
 
 HIDDEN_TENSORS = (
-    "A layer returns a {name}, an object that holds tensors. Use tuples, lists or dicts, or register its class with "
-    "torch.utils._pytree.register_pytree_node. If it is a cache, pass use_cache=False. "
+    "A layer returns an object of class {name}, which holds tensors. Use tuples, lists or dicts, or register its "
+    "class with torch.utils._pytree.register_pytree_node. If it is a cache, pass use_cache=False. "
     "[tensors-in-unregistered-class]"
 )
 
